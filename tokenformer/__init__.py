@@ -1,0 +1,36 @@
+"""TokenFormer: parameters are tokens. The public door: a name is imported when it is used."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tokenformer.config import Config as Config
+    from tokenformer.config import ModelConfig as ModelConfig
+    from tokenformer.errors import UserError as UserError
+    from tokenformer.hub import load as load
+    from tokenformer.hub import save as save
+    from tokenformer.models import LanguageModel as LanguageModel
+    from tokenformer.models import Pattention as Pattention
+
+_DOOR = {
+    "Config": "config",
+    "ModelConfig": "config",
+    "UserError": "errors",
+    "LanguageModel": "models",
+    "Pattention": "models",
+    "load": "hub",
+    "save": "hub",
+}
+__all__ = ["Config", "LanguageModel", "ModelConfig", "Pattention", "UserError", "load", "save"]
+
+
+def __getattr__(name: str):
+    if name not in _DOOR:
+        raise AttributeError(f"module 'tokenformer' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"tokenformer.{_DOOR[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""The command line: one file a verb, found by main.py; no logic beyond arguments and printing."""

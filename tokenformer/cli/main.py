@@ -1,0 +1,48 @@
+"""Finds the verbs and runs one. A verb is a file here with a docstring (its help), `arguments(parser)` and `run(args)`.
+
+Exit codes: 0 done, 2 what the user can mend (one sentence, no traceback), 1 what they cannot (a traceback).
+"""
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+
+import tokenformer.cli
+from tokenformer import __version__
+from tokenformer.errors import UserError
+
+
+def verbs() -> dict:
+    names = [m.name for m in pkgutil.iter_modules(tokenformer.cli.__path__) if m.name != "main"]
+    return {name: importlib.import_module(f"tokenformer.cli.{name}") for name in sorted(names)}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tokenformer", description="TokenFormer: parameters are tokens.")
+    parser.add_argument("--version", action="version", version=f"tokenformer {__version__}")
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for name, verb in verbs().items():
+        doc = (verb.__doc__ or "").strip()
+        sub = subparsers.add_parser(
+            name, help=doc.split("\n")[0], description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        verb.arguments(sub)
+        sub.set_defaults(run=verb.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except UserError as error:
+        print(f"tokenformer: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `tokenformer info … | head` closed its end: nothing is wrong
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("tokenformer: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,209 @@
+"""What can be configured: every key is declared, typed, defaulted and documented here. Files and presets are read here.
+
+Unusual: `tau` absent means √n; `resolved()` writes the numbers out once, so that later growth can hold them.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tokenformer.errors import UserError
+from tokenformer.strict import build, key, merge, need, override, parse_yaml
+from tokenformer.strict import to_dict as to_dict
+from tokenformer.strict import to_yaml as to_yaml
+
+Theta = Literal["l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu"]
+Tokens = int | list[int]
+PROJECTIONS = ("qkv", "proj", "ffn")
+
+
+@dataclass(frozen=True)
+class LayerOverride:
+    """Where one layer differs from the rest: after shrinking per layer, or growth in depth."""
+
+    qkv_tokens: Tokens | None = key("as in the model", None)
+    proj_tokens: Tokens | None = key("as in the model", None)
+    ffn_tokens: Tokens | None = key("as in the model", None)
+    tau: dict[str, list[float]] = key("as in the model", make=dict)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model; everything that decides the function and nothing else."""
+
+    layers: int = key("blocks")
+    dim: int = key("width of the residual stream")
+    heads: int = key("attention heads; must divide dim")
+    kind: Literal["tokenformer", "transformer", "llama"] = key(
+        "projections: parameter tokens; linear with a GELU MLP; linear with SwiGLU, RMSNorm and grouped heads",
+        "tokenformer",
+    )
+    qkv_tokens: Tokens | None = key("parameter tokens of each of q, k and v; a list gives one number a segment", None)
+    proj_tokens: Tokens | None = key("parameter tokens of the projection after attention", None)
+    ffn_tokens: Tokens | None = key("parameter tokens of the feed-forward Pattention", None)
+    theta: Theta = key("Θ, the score normalisation", "l2_norm_gelu")
+    tau: dict[str, list[float]] = key(
+        "the scale inside Θ, e.g. {ffn: [48.0]}: one number a segment; absent = √n", make=dict
+    )
+    layer_overrides: dict[int, LayerOverride] = key("layer number → where that layer differs", make=dict)
+    ffn_dim: int | None = key("hidden width of the MLP (transformer, llama); absent = 4·dim", None)
+    kv_heads: int | None = key("key/value heads (llama); absent = heads", None)
+    context: int = key("longest sequence the model is trained on", 2048)
+    vocab: int = key("rows of the embedding: the tokenizer's size padded to a multiple of 128", 50304)
+    tied: bool = key("output head = embedding", True)
+    rotary_fraction: float = key("share of each head's channels that is rotated", 0.25)
+    rotary_base: float = key("base of the rotary frequencies", 10000.0)
+    norm_eps: float = key("epsilon of LayerNorm or RMSNorm", 1e-5)
+    init: Literal["official", "centred"] = key(
+        "centred subtracts from all values their mean over the tokens", "official"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "dim", "heads", "context", "vocab"):
+            need(getattr(self, name) > 0, f"model.{name} is {getattr(self, name)}: give a number above 0")
+        need(self.dim % self.heads == 0, f"model.heads is {self.heads}, which does not divide dim {self.dim}")
+        need(self.norm_eps > 0, f"model.norm_eps is {self.norm_eps}: give a number above 0")
+        need(self.rotary_base > 0, f"model.rotary_base is {self.rotary_base}: give a number above 0")
+        need(0 <= self.rotary_fraction <= 1, f"model.rotary_fraction is {self.rotary_fraction}: give 0 to 1")
+        need(
+            self.rotary_dims % 2 == 0,
+            f"model.rotary_fraction {self.rotary_fraction} of {self.head_dim} channels a head rotates "
+            f"{self.rotary_dims} of them: choose a fraction that gives an even number",
+        )
+        if self.kind == "tokenformer":
+            for name in ("ffn_dim", "kv_heads"):
+                need(getattr(self, name) is None, f"model.{name} has no meaning for kind tokenformer: remove it")
+            for layer in [None, *self.layer_overrides]:
+                need(
+                    layer is None or 0 <= layer < self.layers,
+                    f"model.layer_overrides names layer {layer}, but layers go from 0 to {self.layers - 1}",
+                )
+                for which in PROJECTIONS:
+                    self.segments(which, layer)
+            return
+        for name in ("qkv_tokens", "proj_tokens", "ffn_tokens", "tau", "layer_overrides"):
+            need(not getattr(self, name), f"model.{name} has no meaning for kind {self.kind}: remove it")
+        need(self.ffn_dim is None or self.ffn_dim > 0, f"model.ffn_dim is {self.ffn_dim}: give a number above 0")
+        need(self.kv_heads is None or self.kind == "llama", "model.kv_heads belongs to kind llama: remove it")
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        need(
+            kv_heads > 0 and self.heads % kv_heads == 0,
+            f"model.kv_heads is {kv_heads}, which does not divide heads {self.heads}",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def rotary_dims(self) -> int:
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def mlp_dim(self) -> int:
+        return self.ffn_dim or 4 * self.dim
+
+    def segments(self, which: str, layer: int | None = None) -> list[tuple[int, float]]:
+        """(parameter tokens, τ) of each segment of a projection (`qkv`, `proj` or `ffn`) in a layer.
+
+        >>> tiny = ModelConfig(layers=1, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=[4, 16])
+        >>> tiny.segments("ffn")
+        [(4, 2.0), (16, 4.0)]
+        """
+        tokens, tau = getattr(self, f"{which}_tokens"), self.tau
+        override = self.layer_overrides.get(layer) if layer is not None else None
+        if override is not None:
+            own = getattr(override, f"{which}_tokens")
+            if own is not None:
+                tokens, tau = own, {}  # other tokens: the model's τ was not made for them
+            tau = {**tau, **override.tau}
+        at = f"model.{which}_tokens" if override is None else f"model.layer_overrides.{layer}.{which}_tokens"
+        need(tokens is not None, f"{at} is missing: give a number of parameter tokens, or a list (segments)")
+        sizes = tokens if isinstance(tokens, list) else [tokens]
+        need(len(sizes) > 0 and min(sizes) > 0, f"{at} is {tokens}: every segment needs at least one token")
+        for name in tau:
+            need(name in PROJECTIONS, f"tau names '{name}': its keys are qkv, proj and ffn")
+        scales = tau.get(which) or [math.sqrt(n) for n in sizes]
+        need(
+            len(scales) == len(sizes),
+            f"{at} has {len(sizes)} segments but tau.{which} has {len(scales)} numbers: give one number a segment",
+        )
+        need(all(0 < t < math.inf for t in scales), f"tau.{which} is {scales}: every τ is a finite number above 0")
+        return list(zip(sizes, scales, strict=True))
+
+    def resolved(self) -> "ModelConfig":
+        """The same model with every τ written out."""
+        if self.kind != "tokenformer":
+            return self
+
+        def scales(layer: int | None) -> dict[str, list[float]]:
+            return {w: [t for _, t in self.segments(w, layer)] for w in PROJECTIONS}
+
+        overrides = {i: dataclasses.replace(o, tau=scales(i)) for i, o in self.layer_overrides.items()}
+        return dataclasses.replace(self, tau=scales(None), layer_overrides=overrides)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole configuration file."""
+
+    model: ModelConfig = key("the model")
+
+
+def preset_folder() -> Path:
+    """Where the presets are: beside the package in a checkout, inside it when installed."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def presets() -> list[str]:
+    """Names of all presets, such as `lm/150m`."""
+    folder = preset_folder()
+    return sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yml"))
+
+
+def find(name: str | Path) -> Path:
+    """A file by its path, or a preset by its name (`lm/150m`)."""
+    if Path(name).is_file():
+        return Path(name)
+    if str(name) in presets():
+        return preset_folder() / f"{name}.yml"
+    close = difflib.get_close_matches(str(name), presets(), n=1)
+    hint = f"did you mean the preset '{close[0]}'?" if close else f"presets are {', '.join(presets())}"
+    raise UserError(f"there is no config file or preset '{name}': {hint}")
+
+
+def read(name: str | Path, _seen: tuple[Path, ...] = ()) -> dict:
+    """The raw mapping of a file, laid over the file or preset that its `base:` names."""
+    path = find(name)
+    try:
+        raw = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text file: give a YAML file") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} should hold keys and values, such as 'model:', but holds {type(raw).__name__}")
+    if "base" not in raw:
+        return raw
+    base = raw.pop("base")
+    beside = path.parent / str(base)
+    base = beside if beside.is_file() else find(base)
+    seen = (*_seen, path.resolve())
+    if base.resolve() in seen:
+        raise UserError(f"{path}: its base leads back to itself: name another file or preset")
+    return merge(read(base, seen), raw)
+
+
+def load(*names: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """A config from files or presets, later ones laid over earlier ones, then overrides.
+
+    >>> load("lm/150m", overrides=["model.layers=2"]).model.layers
+    2
+    """
+    raw: dict = {}
+    for name in names:
+        raw = merge(raw, read(name))
+    return build(Config, override(raw, overrides))

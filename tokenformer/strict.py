@@ -1,0 +1,176 @@
+"""Strict YAML ↔ dataclasses: a typo is refused with a suggestion, types are checked, nothing is guessed.
+
+Unusual: `1e-3` is a number (PyYAML alone reads text), a key that stands twice is refused, `1e9` is a whole number.
+"""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal
+
+from tokenformer.errors import UserError
+
+
+def key(doc: str, default: Any = dataclasses.MISSING, make: Any = dataclasses.MISSING) -> Any:
+    """A config key: what it means, and its default (or the function that makes it)."""
+    return dataclasses.field(default=default, default_factory=make, metadata={"doc": doc})
+
+
+def need(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise UserError(sentence)
+
+
+@cache
+def _loader() -> type:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for name, _ in node.value:
+                if name.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key '{name.value}' stands twice", name.start_mark
+                    )
+                seen.add(name.value)
+            return super().construct_mapping(node, deep)
+
+    number = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def merge(below: dict, above: dict) -> dict:
+    """Mappings are merged key by key, everything else is replaced.
+
+    >>> merge({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}})
+    {'a': {'b': 1, 'c': 3}}
+    """
+    out = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(out.get(name), dict)
+        out[name] = merge(out[name], value) if both else value
+    return out
+
+
+def override(raw: dict, assignments: Sequence[str]) -> dict:
+    """`a.b=c` laid over a raw mapping; the value is YAML.
+
+    >>> override({"a": {"b": 1}}, ["a.b=1e-3", "a.c=[1, 2]"])
+    {'a': {'b': 0.001, 'c': [1, 2]}}
+    """
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        need(bool(equals and path), f"'{assignment}' is not an override: write section.key=value")
+        tree = parse_yaml(value, f"the value of '{assignment}'")
+        for name in reversed(path.split(".")):
+            tree = {int(name) if name.isdigit() else name: tree}
+        raw = merge(raw, tree)
+    return raw
+
+
+def build(cls: Any, raw: Any, at: str = "") -> Any:
+    """A dataclass from a raw mapping: unknown keys refused with a suggestion, types checked."""
+    need(isinstance(raw, dict), f"{at or 'the config'} should hold keys and values, not {raw!r}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for name in raw:
+        if name not in fields:
+            close = difflib.get_close_matches(str(name), fields, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"known keys are {', '.join(fields)}"
+            raise UserError(f"unknown key '{_join(at, name)}': {hint}")
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        need(not required or name in raw, f"key '{_join(at, name)}' is missing: {field.metadata.get('doc', name)}")
+    return cls(**{name: _convert(hints[name], value, _join(at, name)) for name, value in raw.items()})
+
+
+def _join(at: str, name: object) -> str:
+    return f"{at}.{name}" if at else str(name)
+
+
+def _convert(kind: Any, value: Any, at: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value, at)
+    if origin in (typing.Union, types.UnionType):
+        for option in args:
+            with_container = typing.get_origin(option) in (list, dict) or dataclasses.is_dataclass(option)
+            if with_container == isinstance(value, list | dict) and (value is None) == (option is type(None)):
+                return _convert(option, value, at)
+    elif origin is Literal:
+        if value in args:
+            return value
+        close = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        raise UserError(f"{at} is {value!r}, but must be one of {', '.join(map(str, args))}{hint}")
+    elif origin is list and isinstance(value, list):
+        return [_convert(args[0], item, f"{at}[{i}]") for i, item in enumerate(value)]
+    elif origin is dict and isinstance(value, dict):
+        return {_convert_key(args[0], k, at): _convert(args[1], v, _join(at, k)) for k, v in value.items()}
+    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # 1e9 is a whole number
+    elif kind is Any or (
+        isinstance(kind, type) and isinstance(value, kind) and (kind is bool) == isinstance(value, bool)
+    ):
+        return value
+    raise UserError(f"{at} is {value!r}, but must be {_words(kind)}")
+
+
+def _convert_key(kind: Any, name: Any, at: str) -> Any:
+    if kind is int and str(name).isdigit():  # JSON's keys are strings
+        return int(name)
+    return _convert(kind, name, f"a key of {at}")
+
+
+def _words(kind: Any) -> str:
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    if kind in plain:
+        return plain[kind]
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return f"a list ({_words(args[0])} each)"
+    if typing.get_origin(kind) is dict:
+        return "a mapping"
+    return " or ".join(_words(a) for a in args) if args else "a mapping"
+
+
+def to_dict(config: Any) -> dict:
+    """Plain containers of a config; keys that say nothing (null, empty) are left out."""
+    raw = dataclasses.asdict(config)
+
+    def prune(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: prune(v) for k, v in value.items() if v is not None and v != {}}
+        return value
+
+    return prune(raw)
+
+
+def to_yaml(config: Any) -> str:
+    """YAML that `load` reads back to an equal config."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    Dumper.add_representer(
+        list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+    )
+    return yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)

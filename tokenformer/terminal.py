@@ -1,0 +1,67 @@
+"""What people see: tables and progress. On a terminal with rich, elsewhere as plain lines. Rich is imported lazily."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
+    """Print a table; numbers stand to the right."""
+    if not sys.stdout.isatty():
+        cells = [[str(c) for c in row] for row in [head, *rows]]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        if title:
+            print(title)
+        for row, source in zip(cells, [head, *rows], strict=True):
+            parts = [
+                c.rjust(w) if isinstance(s, int | float) or _numeric(c) else c.ljust(w)
+                for c, w, s in zip(row, widths, source, strict=True)
+            ]
+            print("  ".join(parts).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(title=title, title_justify="left")
+    for i, name in enumerate(head):
+        grid.add_column(name, justify="right" if rows and all(_numeric(str(row[i])) for row in rows) else "left")
+    for row in rows:
+        grid.add_row(*(str(c) for c in row))
+    Console().print(grid)
+
+
+def _numeric(text: str) -> bool:
+    return text[:1].isdigit() or text in ("", "–")
+
+
+@contextlib.contextmanager
+def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callable[[float], None]]:
+    """A bar on a terminal, a line every ten seconds in a log; `advance(amount)` moves it. Writes to standard error.
+
+    >>> with progress("counting", 3) as advance:
+    ...     for _ in range(3):
+    ...         advance(1)
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda amount: bar.advance(task, amount)
+        return
+    start = said = time.monotonic()
+    done = 0.0
+
+    def advance(amount: float) -> None:
+        nonlocal done, said
+        done += amount
+        now = time.monotonic()
+        if now - said >= 10:
+            said = now
+            share = f" ({100 * done / total:.0f} %)" if total else ""
+            print(f"{title}: {done:,.0f}{unit}{share} after {now - start:.0f} s", file=sys.stderr)
+
+    yield advance
