@@ -124,7 +124,7 @@ def _convert(kind: Any, value: Any, at: str) -> Any:
         return {_convert_key(args[0], k, at): _convert(args[1], v, _join(at, k)) for k, v in value.items()}
     elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    elif kind is int and isinstance(value, float) and value.is_integer():
+    elif kind is int and isinstance(value, float) and float(value).is_integer():
         return int(value)  # 1e9 is a whole number
     elif kind is Any or (
         isinstance(kind, type) and isinstance(value, kind) and (kind is bool) == isinstance(value, bool)

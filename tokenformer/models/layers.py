@@ -1,0 +1,167 @@
+"""The layers of every model: Pattention, attention between data tokens, the block.
+
+Unusual: weights are cast to the type of what flows in, so one choice at the embedding decides the compute type; q, k
+and v are separate parameters but one product. Legend: B batch, T positions, D dim, H heads, C head_dim.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer.config import ModelConfig
+from tokenformer.ops.attention import attention
+from tokenformer.ops.pattention import Segments, pattention, pattention_group
+from tokenformer.ops.rotary import rotate
+
+
+class Segment(nn.Module):
+    """Parameter tokens that are normalised together, with their own τ."""
+
+    def __init__(self, d_in: int, d_out: int, tokens: int, tau: float) -> None:
+        super().__init__()
+        self.tau = tau
+        self.key_tokens = nn.Parameter(torch.empty(tokens, d_in))
+        self.value_tokens = nn.Parameter(torch.empty(tokens, d_out))
+
+    def extra_repr(self) -> str:
+        return f"tokens={len(self.key_tokens)}, tau={self.tau:g}"
+
+
+class Pattention(nn.Module):
+    """A layer whose parameters are tokens; stands wherever an `nn.Linear(d_in, d_out, bias=False)` does.
+
+    >>> layer = Pattention(16, 32, tokens=64)
+    >>> layer(torch.randn(2, 5, 16)).shape
+    torch.Size([2, 5, 32])
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        tokens: int | Sequence[int],
+        *,
+        theta: str = "l2_norm_gelu",
+        tau: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = [tokens] if isinstance(tokens, int) else list(tokens)
+        scales = [math.sqrt(n) for n in sizes] if tau is None else list(tau)
+        self.theta = theta
+        segments = [Segment(d_in, d_out, n, t) for n, t in zip(sizes, scales, strict=True)]
+        self.segments = cast(Sequence[Segment], nn.ModuleList(segments))
+        if self.segments[0].key_tokens.device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """For a layer that stands alone: outputs of RMS 0.65 a segment whatever the scale of the input (L2 forms)."""
+        for segment in self.segments:
+            nn.init.normal_(segment.key_tokens, std=0.02)
+            nn.init.normal_(segment.value_tokens, std=len(segment.value_tokens) ** -0.5)
+
+    def parts(self, dtype: torch.dtype) -> Segments:
+        return [(s.key_tokens.to(dtype), s.value_tokens.to(dtype), s.tau) for s in self.segments]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return pattention(x, self.parts(x.dtype), theta=self.theta, mask=mask)
+
+    def extra_repr(self) -> str:
+        return f"theta={self.theta}"
+
+
+class Linear(nn.Linear):
+    """Without bias, computing in the type of its input."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__(d_in, d_out, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype))
+
+
+def project(x: Tensor, layers: Sequence[Pattention | Linear]) -> Sequence[Tensor]:
+    """Several projections of one input in one product."""
+    tokens = [layer for layer in layers if isinstance(layer, Pattention)]
+    if tokens:
+        return pattention_group(x, [layer.parts(x.dtype) for layer in tokens], theta=tokens[0].theta)
+    weights = [layer.weight for layer in layers if isinstance(layer, Linear)]
+    return F.linear(x, torch.cat(weights).to(x.dtype)).split([len(w) for w in weights], dim=-1)
+
+
+class Norm(nn.Module):
+    """LayerNorm with or without weight and bias, or RMSNorm with weight."""
+
+    def __init__(self, config: ModelConfig, *, affine: bool) -> None:
+        super().__init__()
+        self.eps, self.shape, self.rms = config.norm_eps, (config.dim,), config.kind == "llama"
+        self.weight = nn.Parameter(torch.empty(config.dim)) if affine or self.rms else None
+        self.bias = nn.Parameter(torch.empty(config.dim)) if affine and not self.rms else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (p if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
+        if self.rms:
+            return F.rms_norm(x, self.shape, weight, self.eps)
+        return F.layer_norm(x, self.shape, weight, bias, self.eps)
+
+
+def projection(config: ModelConfig, layer: int, which: str, d_out: int) -> Pattention | Linear:
+    """`which` of qkv, proj, ffn: parameter tokens, or a plain matrix."""
+    if config.kind != "tokenformer":
+        return Linear(config.dim, d_out)
+    sizes, scales = zip(*config.segments(which, layer), strict=True)
+    return Pattention(config.dim, d_out, sizes, theta=config.theta, tau=scales)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        d_kv = (config.kv_heads or config.heads) * config.head_dim
+        self.query = projection(config, layer, "qkv", config.dim)
+        self.key = projection(config, layer, "qkv", d_kv)
+        self.value = projection(config, layer, "qkv", d_kv)
+        self.proj = projection(config, layer, "proj", config.dim)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor | None, cache) -> Tensor:
+        qkv = project(x_BTD, [self.query, self.key, self.value])
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in qkv)  # (B, H, T, C)
+        q, k, mask = rotate(q, *rotary), rotate(k, *rotary), None
+        if cache is not None:
+            mask = cache.mask
+            k, v = cache.update(self.layer, k, v)
+        seen = attention(q, k, v, documents_BT=documents, mask=mask)
+        return self.proj(seen.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """The feed-forward layer of the baselines: GELU, or SwiGLU with a gate."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Linear(config.dim, config.mlp_dim) if config.kind == "llama" else None
+        self.up = Linear(config.dim, config.mlp_dim)
+        self.down = Linear(config.mlp_dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x)))
+        gate, up = project(x, [self.gate, self.up])
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each added to the stream. The config's kind chooses what the projections are."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = Norm(config, affine=False), Norm(config, affine=False)
+        self.attention = Attention(config, layer)
+        self.ffn = projection(config, layer, "ffn", config.dim) if config.kind == "tokenformer" else MLP(config)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor | None = None, cache=None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, documents, cache)
+        return x + self.ffn(self.ffn_norm(x))

@@ -1,0 +1,46 @@
+"""Causal attention between data tokens, through PyTorch's fused kernels. Every attention mask is made here.
+
+Legend: B batch, H heads, G key/value heads, T queries, S keys, C head_dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    *,
+    documents_BT: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention, scale 1/√C. Causal, the last query being at the last key, unless `mask` says what is seen.
+
+    `documents` (B, T) numbers the document of each position: they do not see each other (without a cache, T = S).
+    `mask` (B or 1, H or 1, T, S), True = is seen, replaces the causal mask: what a cache with padding gives.
+    """
+    length, keys = q_BHTC.shape[-2], k_BGSC.shape[-2]
+    if mask is None and documents_BT is not None:
+        mask = causal(length, keys, q_BHTC.device) & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
+    elif mask is None and 1 < length != keys:
+        mask = causal(length, keys, q_BHTC.device)
+    return F.scaled_dot_product_attention(
+        q_BHTC,
+        k_BGSC,
+        v_BGSC,
+        attn_mask=mask,
+        is_causal=mask is None and length > 1,  # no mask at all: the flash kernel
+        enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
+    )
+
+
+def causal(length: int, keys: int, device: torch.device) -> Tensor:
+    """(T, S), True = is seen, the last query at the last key.
+
+    >>> causal(2, 3, torch.device("cpu"))
+    tensor([[ True,  True, False],
+            [ True,  True,  True]])
+    """
+    return torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)

@@ -1,0 +1,36 @@
+"""Output head and cross entropy in one, in chunks of rows: the logits of all rows are never held at once.
+
+Returns a sum and a count, so that accumulation and ranks can normalise globally. Legend: T rows, D dim, W vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100
+
+
+def linear_cross_entropy(
+    hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor, chunk: int = 2048
+) -> tuple[Tensor, Tensor]:
+    """Σ −log p(label) in fp32 or better, and how many labels counted (those that are not -100).
+
+    >>> total, count = linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([3, -100]))
+    >>> round(total.item(), 4), count.item()
+    (2.0794, 1)
+    """
+    hidden_TD, labels_T = hidden_TD.flatten(0, -2), labels_T.flatten()
+    pairs = list(zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True))
+    if len(pairs) == 1:
+        total = _chunk(hidden_TD, weight_WD, labels_T)
+    else:  # backward makes each chunk's logits again instead of keeping them
+        parts = [checkpoint(_chunk, h, weight_WD, y, use_reentrant=False, preserve_rng_state=False) for h, y in pairs]
+        total = torch.stack(parts).sum()
+    return total, (labels_T != IGNORE).sum()
+
+
+def _chunk(hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor) -> Tensor:
+    logits_TW = hidden_TD @ weight_WD.T
+    logits_TW = logits_TW.to(torch.promote_types(logits_TW.dtype, torch.float32))
+    return F.cross_entropy(logits_TW, labels_T, ignore_index=IGNORE, reduction="sum")
