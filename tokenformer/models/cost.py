@@ -66,7 +66,8 @@ def cost(config: ModelConfig) -> Cost:
 
 
 def equal_transformer(config: ModelConfig) -> ModelConfig:
-    """A Transformer with as many parameters: the same depth, vocabulary and head size, as wide as it must be.
+    """A Transformer with as many parameters: the same depth, vocabulary and head size, as wide as it must be, and the
+    rest, less than a head's width, in its MLP.
 
     >>> from tokenformer.config import load
     >>> equal_transformer(load("grow/124m").model).dim
@@ -75,5 +76,8 @@ def equal_transformer(config: ModelConfig) -> ModelConfig:
     wanted, step = cost(config).parameters, config.head_dim
     a, b = 12 * config.layers, config.vocab * (1 if config.tied else 2) + 2  # a·d² + b·d = wanted
     dim = max(step, round((math.sqrt(b * b + 4 * a * wanted) - b) / (2 * a) / step) * step)
+    ffn_dim = max(1, round(((wanted - b * dim) / config.layers / dim - 4 * dim) / 2))
     shape = {"layers": config.layers, "context": config.context, "vocab": config.vocab, "tied": config.tied}
-    return ModelConfig(kind="transformer", dim=dim, heads=dim // step, rotary_fraction=config.rotary_fraction, **shape)
+    return ModelConfig(
+        kind="transformer", dim=dim, ffn_dim=ffn_dim, heads=dim // step, rotary_fraction=config.rotary_fraction, **shape
+    )

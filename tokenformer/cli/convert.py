@@ -1,0 +1,34 @@
+"""Weights from one format to another: official ↔ Hugging Face ↔ ours.
+
+tokenformer convert --to hf TokenFormer-150M/pytorch_model.bin 150M_eval.yml --out tokenformer-150m-hf
+tokenformer convert --to official my-folder --out official
+"""
+
+import argparse
+from pathlib import Path
+
+from tokenformer.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a folder, a weight file, or a hub name such as Haiyang-W/TokenFormer-150M")
+    parser.add_argument("config", nargs="*", help="config files, for official weights that have none beside them")
+    parser.add_argument("--to", required=True, choices=["ours", "hf", "official"], help="the format to write")
+    parser.add_argument("--out", required=True, type=Path, help="the folder to make")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json to put in (default: the source's own)")
+
+
+def run(args: argparse.Namespace) -> None:
+    from tokenformer import hub
+    from tokenformer.files import refuse_existing
+    from tokenformer.hub.official_config import load_config
+
+    refuse_existing(args.out)
+    if args.tokenizer and not args.tokenizer.is_file():
+        raise UserError(f"there is no tokenizer file {args.tokenizer}: give the path of a tokenizer.json")
+    config = load_config(*args.config).model if args.config else None
+    model = hub.load(args.source, config=config)
+    text = args.tokenizer.read_text(encoding="utf-8") if args.tokenizer else hub.tokenizer_json(args.source)
+    hub.save(model, args.out, format=args.to, tokenizer_json=text)
+    note = "" if text else "; no tokenizer was found beside the weights: add one with --tokenizer"
+    print(f"{args.out}: {model.cost().parameters:,} parameters, {args.to} format{note}")

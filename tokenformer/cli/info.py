@@ -1,0 +1,100 @@
+"""A table of a model: shapes, segments, parameters, FLOPs, memory.
+
+tokenformer info lm/150m
+tokenformer info my.yml model.layers=6 --context 1k,8k,32k
+tokenformer info runs/demo
+"""
+
+import argparse
+from pathlib import Path
+
+from tokenformer.config import PROJECTIONS, ModelConfig
+from tokenformer.errors import UserError
+from tokenformer.terminal import table
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", nargs="+", help="config files or presets (merged) and a.b=c overrides, or weights")
+    parser.add_argument(
+        "--context", default=None, help="lengths to compare at, such as 1k,8k,32k (default: the model's)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    config = model_config(args.source)
+    lengths = [parse_length(text) for text in args.context.split(",")] if args.context else [config.context]
+    show(config)
+    compare(config, lengths)
+
+
+def model_config(source: list[str]) -> ModelConfig:
+    """The model of configs and overrides, or of weights."""
+    from tokenformer.hub import read_config
+    from tokenformer.hub.official_config import load_config
+
+    overrides = [word for word in source if "=" in word]
+    names = [word for word in source if "=" not in word]
+    if len(names) == 1 and not overrides and (Path(names[0]).is_dir() or names[0].endswith((".bin", ".pt"))):
+        return read_config(names[0])
+    return load_config(*names, overrides=overrides).model
+
+
+def parse_length(text: str) -> int:
+    """
+    >>> parse_length("8k")
+    8192
+    """
+    number, factor = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    if not number.isdigit() or int(number) == 0:
+        raise UserError(f"--context holds '{text}': give lengths such as 512,1k,32k")
+    return int(number) * factor
+
+
+def show(config: ModelConfig) -> None:
+    from tokenformer.models import cost
+
+    total = cost(config)
+    shape = f"{config.kind}, {config.layers} layers, dim {config.dim}, {config.heads} heads of {config.head_dim}"
+    if config.kv_heads:
+        shape += f" ({config.kv_heads} for keys and values)"
+    print(f"{shape}, vocabulary {config.vocab:,}{'' if config.tied else ' (untied)'}, context {config.context:,}")
+    rotated = f"{config.rotary_dims} of {config.head_dim} channels rotated"
+    print(f"theta {config.theta}, {rotated}" if config.kind == "tokenformer" else rotated)
+    rows = [[name, _segments(config, name), f"{count:,}"] for name, count in total.projections.items()]
+    norms = total.parameters - total.matmul_parameters - total.head_parameters * (1 if config.tied else 2)
+    rows += [["embedding", "", f"{total.head_parameters:,}"]]
+    rows += [] if config.tied else [["output head", "", f"{total.head_parameters:,}"]]
+    rows += [["norms", "", f"{norms:,}"], ["matmul, in blocks", "", f"{total.matmul_parameters:,}"]]
+    table(["projection", "a layer", "parameters"], [*rows, ["all", "", f"{total.parameters:,}"]])
+    gb = total.parameters / 1e9
+    print(f"weights {2 * gb:.2f} GB in bf16, {4 * gb:.2f} GB in fp32; training state (fp32, AdamW) {16 * gb:.2f} GB")
+    print(f"key/value cache {total.cache_bytes():,} bytes a token in bf16")
+
+
+def _segments(config: ModelConfig, name: str) -> str:
+    if config.kind != "tokenformer":
+        return f"{config.mlp_dim} hidden" if name == "ffn" else ""
+    which = name if name in PROJECTIONS else "qkv"
+    kinds = {tuple(config.segments(which, layer)) for layer in range(config.layers)}
+    if len(kinds) > 1:
+        counts = [sum(n for n, _ in segments) for segments in kinds]
+        return f"{min(counts)}–{max(counts)} tokens, by layer"
+    return " + ".join(f"{n} (τ {tau:.4g})" for n, tau in kinds.pop()) + " tokens"
+
+
+def compare(config: ModelConfig, lengths: list[int]) -> None:
+    """How the two parts of the cost grow with the context, beside a Transformer of equal parameters."""
+    from tokenformer.models.cost import cost, equal_transformer
+
+    rival = equal_transformer(config)
+    rows = []
+    for length in lengths:
+        for name, c in ((config.kind, cost(config)), (f"transformer, dim {rival.dim}", cost(rival))):
+            with_parameters, with_tokens = c.parameter_flops / 1e9, c.token_flops(length) / 1e9
+            size, training = f"{c.parameters / 1e6:,.1f}", f"{c.training_flops(length) / 1e9:.3f}"
+            memory = f"{c.cache_bytes() * length / 1e6:,.1f}"
+            rows.append([f"{length:,}", name, size, f"{with_parameters:.3f}", f"{with_tokens:.3f}", training, memory])
+    head = ["context", "model", "M parameters", "with parameters", "with tokens", "training", "MB cache"]
+    table(
+        head, rows, title="GFLOPs a token (forward; attention causal, counted once), a Transformer as large beside it"
+    )

@@ -1,0 +1,27 @@
+"""Models from the Hugging Face hub, through huggingface_hub: cached; a broken download goes on where it broke off."""
+
+from pathlib import Path
+
+from tokenformer.errors import UserError
+
+WANTED = ["*.json", "*.yml", "*.bin", "*.safetensors", "*.pt", "latest", "*/latest"]
+
+
+def snapshot(name: str) -> Path:
+    """The local copy of a hub repository such as `Haiyang-W/TokenFormer-150M`."""
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=WANTED))
+    except RepositoryNotFoundError:
+        raise UserError(f"the hub has no model '{name}' that you may read: check the name, or log in") from None
+    except LocalEntryNotFoundError:
+        raise UserError(
+            f"'{name}' is neither a path here nor in the local hub cache, and the hub cannot be reached: "
+            "go online, or give the path of a copy"
+        ) from None
+    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the download of '{name}' broke off ({reason}): the same command again goes on") from None

@@ -1,0 +1,124 @@
+"""The released weights: `pytorch_model.bin` and ZeRO folders of the official trainer, read safely; `.bin` written back.
+
+The one place where a pickle is written, since that is what the official format is.
+"""
+
+import dataclasses
+import math
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tokenformer import config as native
+from tokenformer.config import PROJECTIONS, ModelConfig
+from tokenformer.errors import UserError
+from tokenformer.files import atomic_folder
+from tokenformer.hub import unpickle, zero
+from tokenformer.hub.fill import fill
+from tokenformer.hub.names import to_official, to_ours
+from tokenformer.hub.official_config import is_official, load_config
+from tokenformer.hub.official_config import to_official as official_keys
+from tokenformer.models import LanguageModel
+
+HEADS = {(12, 768): 12, (24, 1024): 16, (32, 1280): 16, (40, 1536): 16}  # of the released models, by (layers, dim)
+WEIGHTS = "pytorch_model.bin"
+
+
+def find(path: Path) -> Path | None:
+    """The official weights at a path: a `.bin` file, or the folder of a ZeRO checkpoint; None where there are none."""
+    if path.is_file() and path.suffix in (".bin", ".pt", ".pth"):
+        return path
+    if (path / WEIGHTS).is_file():
+        return path / WEIGHTS
+    if zero.is_zero(path):
+        return path
+    return next((p.parent for p in sorted(path.rglob("latest")) if zero.is_zero(p.parent)), None)
+
+
+def read_config(weights: Path) -> ModelConfig:
+    return config_beside(weights, infer(read_tensors(weights), weights))
+
+
+def read_tensors(weights: Path) -> dict[str, Tensor]:
+    tensors = zero.consolidate(weights) if weights.is_dir() else unpickle.read(weights)
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise UserError(f"{weights} holds something else than tensors by name: it is not an official weight file")
+    return tensors
+
+
+def load_official(weights: Path, config: ModelConfig | None = None) -> LanguageModel:
+    """A model from official weights; without a config, from the one beside them or from the tensors' shapes."""
+    tensors = read_tensors(weights)
+    config = config or config_beside(weights, infer(tensors, weights))
+    ours = {to_ours(name, config.layers): tensor.clone() for name, tensor in tensors.items()}  # they share storage
+    return fill(config, ours, str(weights))
+
+
+def infer(tensors: dict[str, Tensor], where: Path) -> dict:
+    """What the tensors' shapes say about the model."""
+    try:
+        vocab, dim = tensors["sequential.0.word_embeddings.weight"].shape
+        counts = {w: len(tensors[f"sequential.2.{n}.key_param_tokens"]) for w, n in _FIRST.items()}
+    except KeyError as missing:
+        raise UserError(f"{where} lacks {missing}: it is not an official TokenFormer weight file") from None
+    layers = sum(name.endswith(".mlp.key_param_tokens") for name in tensors)
+    return {"layers": layers, "dim": dim, "vocab": vocab, **{f"{w}_tokens": n for w, n in counts.items()}}
+
+
+_FIRST = {"qkv": "attention.query", "proj": "attention.proj", "ffn": "mlp"}
+
+
+def config_beside(weights: Path, shape: dict) -> ModelConfig:
+    """The config in the weights' folder; where it has none, the shape and what all released models share."""
+    folder = weights if weights.is_dir() else weights.parent
+    for path in sorted(
+        [*folder.glob("*.yml"), *folder.glob("config.json"), *folder.glob("global_step*/configs/*.yml")]
+    ):
+        raw = native.read(path)
+        if is_official(raw) and "num_layers" in {str(k).replace("-", "_") for k in raw}:
+            found = load_config(path).model
+            return found if "padded_vocab_size" in raw else dataclasses.replace(found, vocab=shape["vocab"])
+    heads = HEADS.get((shape["layers"], shape["dim"]))
+    if heads is None:
+        raise UserError(f"{weights} has no config beside it and is none of the released shapes: give its config file")
+    return ModelConfig(heads=heads, **shape)
+
+
+def refusal(config: ModelConfig) -> str | None:
+    """Why the official format cannot hold a model, if it cannot."""
+    if config.kind != "tokenformer":
+        return f"the model is a {config.kind}"
+    if not config.tied:
+        return "its output head is not tied to the embedding"
+    if config.theta == "l1_norm_gelu":
+        return "theta l1_norm_gelu does not exist there"
+    if config.layer_overrides:
+        return "its layers differ"
+    for which in PROJECTIONS:
+        segments = config.segments(which)
+        if len(segments) > 1:
+            return f"its {which} projections have {len(segments)} segments"
+        tokens, tau = segments[0]
+        if not math.isclose(tau, math.sqrt(tokens), rel_tol=1e-12):
+            return f"τ of its {which} projections is {tau:g}, not √{tokens}"
+    return None
+
+
+def save_official(model: LanguageModel, folder: str | Path, tokenizer_json: str | None = None) -> None:
+    """`pytorch_model.bin` and a `config.yml` in the official dialect; refused where that cannot hold the model."""
+    import yaml
+
+    reason = refusal(model.config)
+    if reason:
+        raise UserError(f"the official format cannot hold this model: {reason}; write it --to ours or --to hf")
+    tensors = OrderedDict(
+        (to_official(name, model.config.layers), p.detach().float().clone()) for name, p in model.named_parameters()
+    )
+    with atomic_folder(folder) as beside:
+        torch.save(tensors, beside / WEIGHTS)
+        text = yaml.safe_dump(official_keys(model.config), sort_keys=False, default_flow_style=None)
+        (beside / "config.yml").write_text(text, encoding="utf-8")
+        if tokenizer_json is not None:
+            (beside / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
