@@ -1,0 +1,236 @@
+"""Megatron's memory-mapped set: `<prefix>.bin` holds the tokens, `<prefix>.idx` where items and documents begin.
+
+Unusual: opening proves that every read stays inside the file (items must lie one after another, as every writer of this
+format leaves them). Beside a set of ours stands a description with checksums; official files have none.
+"""
+
+import hashlib
+import json
+import mmap
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tokenformer import files
+from tokenformer.errors import UserError
+
+SUFFIX = "_text_document"
+MAGIC = b"MMIDIDX\0\0"
+CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats: no tokens
+_HEADER = struct.Struct("<QBQQ")  # version, code of the type, items, length of the document index
+_CHUNK = 1 << 20
+Verify = Literal["quick", "full"]
+
+
+def find_prefix(path: str | Path) -> Path:
+    """The prefix of a set, from any of its file names, its prefix or its short name."""
+    text = str(path)
+    for ending in (".bin", ".idx", ".json"):
+        text = text.removesuffix(ending)
+    for prefix in (text, text + SUFFIX):
+        if Path(prefix + ".idx").is_file() or Path(prefix + ".bin").is_file():
+            return Path(prefix)
+    raise UserError(f"there is no prepared set '{path}' ({text}.idx is missing): make one with `tokenformer prepare`")
+
+
+def description_path(prefix: str | Path) -> Path:
+    """`<name>.json` for `<name>_text_document`."""
+    return Path(str(prefix).removesuffix(SUFFIX) + ".json")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+class Indexed:
+    """A set, opened for reading; `tokens` is the whole stream, `set[i]` item i, `document(i)` document i."""
+
+    def __init__(self, path: str | Path, verify: Verify = "quick", vocab: int | None = None) -> None:
+        self.prefix = find_prefix(path)
+        self.description = read_description(self.prefix)
+        if self.description:
+            check_description(self.prefix, self.description, full=verify == "full")
+        idx = idx_path(self.prefix)
+        raw = _map(idx)
+        self._refuse(len(raw) >= 34 and raw[:9] == MAGIC, "is not an index of this format")
+        version, code, items, entries = _HEADER.unpack_from(raw, 9)
+        self._refuse(version == 1, f"has version {version}, and 1 is known")
+        self._refuse(code in CODES, f"names a type of ids ({code}) that cannot hold tokens")
+        self._refuse(len(raw) == 34 + 12 * items + 8 * entries, f"has {len(raw):,} bytes, not what its header says")
+        self.dtype = np.dtype(CODES[code]).newbyteorder("<")
+        self.sizes = np.frombuffer(raw, "<i4", items, 34)
+        self.pointers = np.frombuffer(raw, "<i8", items, 34 + 4 * items)
+        self.doc_idx = np.frombuffer(raw, "<i8", entries, 34 + 12 * items)
+        stream = _map(bin_path(self.prefix))
+        self._check_items(len(stream))
+        self.tokens = np.frombuffer(stream, self.dtype)
+        self.vocab = vocab or (self.description or {}).get("tokenizer", {}).get("vocab_size")
+
+    def _refuse(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise UserError(f"{idx_path(self.prefix)} {what}: restore it or prepare the set anew")
+
+    def _check_items(self, stream_bytes: int) -> None:
+        end = 0
+        for i in range(0, len(self.sizes), _CHUNK):  # in chunks: an index may have hundreds of millions of items
+            sizes = self.sizes[i : i + _CHUNK].astype(np.int64) * self.dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            good = sizes.min() >= 0 and np.array_equal(ends - sizes, self.pointers[i : i + _CHUNK])
+            self._refuse(bool(good), "has items that do not lie one after another")
+            end = int(ends[-1])
+        self._refuse(end == stream_bytes, f"describes {end:,} bytes, but the .bin beside it has {stream_bytes:,}")
+        marks = self.doc_idx
+        self._refuse(len(marks) > 0 and marks[0] == 0 and marks[-1] == len(self.sizes), "has a broken document index")
+        for i in range(0, len(marks) - 1, _CHUNK):
+            rising = bool((np.diff(marks[i : i + _CHUNK + 1]) >= 0).all())
+            self._refuse(rising, "has a document index that goes backwards")
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, item: int) -> np.ndarray:
+        if not 0 <= item < len(self):
+            raise IndexError(item)
+        start = int(self.pointers[item]) // self.dtype.itemsize
+        return self.span(start, start + int(self.sizes[item]))
+
+    @property
+    def documents(self) -> int:
+        return len(self.doc_idx) - 1
+
+    def document_start(self, number: int) -> int:
+        """The place in the stream where a document begins; `number` may be one past the last."""
+        item = int(self.doc_idx[number])
+        return len(self.tokens) if item == len(self) else int(self.pointers[item]) // self.dtype.itemsize
+
+    def document(self, number: int) -> np.ndarray:
+        if not 0 <= number < self.documents:
+            raise IndexError(number)
+        return self.span(self.document_start(number), self.document_start(number + 1))
+
+    def span(self, start: int, stop: int) -> np.ndarray:
+        """Tokens of the stream from `start` to `stop`, each inside the vocabulary (where one is known)."""
+        ids = self.tokens[start:stop]
+        if len(ids) and ((self.vocab and ids.max() >= self.vocab) or ids.min() < 0):
+            bad = int(ids.max() if self.vocab and ids.max() >= self.vocab else ids.min())
+            raise UserError(
+                f"{bin_path(self.prefix)} holds token {bad} between places {start:,} and {stop:,}, outside the "
+                f"vocabulary of {self.vocab or 'any tokenizer'}: use the tokenizer it was prepared with, or prepare it anew"
+            )
+        return ids
+
+    def fingerprint(self) -> str:
+        """Short and made of the contents: from the checksums of the description, else from the index and samples."""
+        digest = hashlib.sha256()
+        if self.description:
+            digest.update("".join(f["sha256"] for f in self.description["files"].values()).encode())
+        else:
+            digest.update(files.sha256(idx_path(self.prefix)).encode())
+            step = max(1, len(self.tokens) // 64)
+            for start in range(0, len(self.tokens), step):
+                digest.update(self.tokens[start : start + 2048].tobytes())
+        return digest.hexdigest()[:16]
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: restore it or prepare the set anew") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore it or prepare the set anew") from None
+
+
+def write_index(path: Path, dtype: np.dtype, sizes: np.ndarray, doc_idx: np.ndarray | None = None) -> None:
+    """Write an `.idx`; without `doc_idx` every item is a document. Arrays may be memory-mapped: it works in chunks."""
+    dtype = np.dtype(dtype)
+    code = next(c for c, t in CODES.items() if np.dtype(t) == dtype.newbyteorder("="))
+    entries = len(sizes) + 1 if doc_idx is None else len(doc_idx)
+    with open(path, "wb") as file:
+        file.write(MAGIC + _HEADER.pack(1, code, len(sizes), entries))
+        for i in range(0, len(sizes), _CHUNK):
+            file.write(sizes[i : i + _CHUNK].astype("<i4").tobytes())
+        start = 0
+        for i in range(0, len(sizes), _CHUNK):
+            lengths = sizes[i : i + _CHUNK].astype(np.int64) * dtype.itemsize
+            ends = start + np.cumsum(lengths)
+            file.write((ends - lengths).astype("<i8").tobytes())
+            start = int(ends[-1])
+        for i in range(0, entries, _CHUNK):
+            marks = np.arange(i, min(i + _CHUNK, entries)) if doc_idx is None else doc_idx[i : i + _CHUNK]
+            file.write(marks.astype("<i8").tobytes())
+
+
+def write_set(prefix: str | Path, documents: Iterable[Sequence[Sequence[int]]], dtype: type = np.uint16) -> None:
+    """Write a set (without description) from documents, each a list of items (lists of ids).
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_set(folder + "/toy_text_document", [[[1, 2, 3]], [[4], [5, 6]]])
+    ...     toy = Indexed(folder + "/toy")
+    ...     len(toy), toy.documents, toy.document(1).tolist()
+    (3, 2, [4, 5, 6])
+    """
+    sizes, doc_idx = [], [0]
+    with files.atomic_file(bin_path(prefix)) as stream, files.atomic_file(idx_path(prefix)) as index:
+        with open(stream, "wb") as file:
+            for document in documents:
+                for item in document:
+                    file.write(np.asarray(item, dtype).tobytes())
+                    sizes.append(len(item))
+                doc_idx.append(len(sizes))
+        write_index(index, np.dtype(dtype), np.array(sizes, np.int32), np.array(doc_idx, np.int64))
+
+
+# The description: sizes and checksums of the two files, and what is known about the set.
+
+
+def describe(prefix: Path, paths: dict[str, Path], about: dict, seen: Callable[[int], object] | None = None) -> str:
+    """The text of a description; `paths` maps ".bin" and ".idx" to where the files are now."""
+    entries = {
+        prefix.name + ending: {"bytes": path.stat().st_size, "sha256": files.sha256(path, seen)}
+        for ending, path in paths.items()
+    }
+    return _seal({"format": 1, "files": entries, **about})
+
+
+def _seal(description: dict) -> str:
+    body = json.dumps({k: v for k, v in description.items() if k != "checksum"}, indent=1)
+    sealed = {**json.loads(body), "checksum": hashlib.sha256(body.encode()).hexdigest()}
+    return json.dumps(sealed, indent=1) + "\n"
+
+
+def read_description(prefix: Path) -> dict | None:
+    """The description beside a set, or None where there is none."""
+    path = description_path(prefix)
+    if not path.is_file():
+        return None
+    description = files.read_json(path)
+    entries = description.get("files")
+    names = {prefix.name + ".bin", prefix.name + ".idx"}
+    if description.get("format") != 1 or not isinstance(entries, dict) or set(entries) != names:
+        if "checksum" not in description and "format" not in description:
+            return None  # some other file of that name
+        raise UserError(f"{path} does not describe {prefix.name}: restore it, or delete it to do without its checks")
+    return description
+
+
+def check_description(prefix: Path, description: dict, full: bool, seen: Callable[[int], object] | None = None) -> None:
+    """Refuse a set whose files are not those of its description: by size, or (full) by checksum."""
+    path = description_path(prefix)
+    if path.read_bytes() != _seal(description).encode():
+        raise UserError(f"{path} was changed after it was written: restore it, or delete it to do without its checks")
+    for name, entry in description["files"].items():
+        file = prefix.parent / name
+        if not file.is_file():
+            raise UserError(f"{file} is missing: restore it or prepare the set anew")
+        if file.stat().st_size != entry["bytes"] or (full and files.sha256(file, seen) != entry["sha256"]):
+            raise UserError(f"{file} is not the file that {path.name} describes: restore it or prepare the set anew")
