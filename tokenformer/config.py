@@ -11,6 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tokenformer.config_train import (
+    CheckpointConfig,
+    LogConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from tokenformer.errors import UserError
 from tokenformer.strict import build, key, merge, need, override, parse_yaml
 from tokenformer.strict import to_dict as to_dict
@@ -150,6 +159,40 @@ class ModelConfig:
 @dataclass(frozen=True)
 class Config:
     """A whole configuration file."""
+
+    model: ModelConfig = key("the model")
+    steps: int = key("optimizer steps of the run", 1000)
+    batch: int | None = key("sequences of one step, over all ranks", None)
+    micro_batch: int | None = key(
+        "sequences that one rank computes at once; absent = its whole share of the batch", None
+    )
+    accumulation: int | None = key(
+        "instead of batch, as official files have it: batch = micro_batch × accumulation × ranks at the first start",
+        None,
+    )
+    seed: int = key("of the initial values and the order of the data", 1234)
+    start: str | None = key(
+        "weights to begin with (folder, run, official); of a smaller model they fill the first parameter tokens",
+        None,
+    )
+    optimizer: OptimizerConfig = key("the update rule", make=OptimizerConfig)
+    schedule: ScheduleConfig = key("the learning rate over the run", make=ScheduleConfig)
+    train: TrainConfig = key("how a step is computed", make=TrainConfig)
+    validation: ValidationConfig = key("looking at held-out text", make=ValidationConfig)
+    checkpoint: CheckpointConfig = key("what is kept to resume", make=CheckpointConfig)
+    log: LogConfig = key("what is written meanwhile", make=LogConfig)
+    parallel: ParallelConfig = key("many processes", make=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        need(self.steps >= 0, f"steps is {self.steps}: give 0 or more")
+        for name in ("batch", "micro_batch", "accumulation"):
+            value = getattr(self, name)
+            need(value is None or value > 0, f"{name} is {value}: give a number above 0")
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """The config.yml that stands beside weights: the model alone."""
 
     model: ModelConfig = key("the model")
 

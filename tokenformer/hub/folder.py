@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tokenformer import config as native
-from tokenformer.config import Config, ModelConfig
+from tokenformer.config import ModelConfig, ModelFile
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest
 from tokenformer.hub.fill import fill
@@ -23,7 +23,7 @@ def save_folder(
 ) -> None:
     """Written beside and renamed: the folder is there whole or not at all."""
     with atomic_folder(folder) as beside:
-        (beside / "config.yml").write_text(native.to_yaml(Config(model.config)), encoding="utf-8")
+        (beside / "config.yml").write_text(native.to_yaml(ModelFile(model.config)), encoding="utf-8")
         (beside / "history.json").write_text(json.dumps(model.history, indent=1) + "\n", encoding="utf-8")
         if tokenizer_json is not None:
             (beside / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")

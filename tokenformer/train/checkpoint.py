@@ -1,0 +1,176 @@
+"""What a run keeps to resume: `checkpoints/step-00000040/` with model/, optim/, state.json and the manifest last.
+
+Written to a hidden sibling and renamed, so a name that can be seen is complete; `last` names the newest one.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tokenformer import config as native
+from tokenformer.config import CheckpointConfig, ModelConfig, ModelFile
+from tokenformer.errors import UserError
+from tokenformer.files import atomic_folder, check_manifest, read_json, write_text
+from tokenformer.hub.tensors import read_tensors, write_tensors
+
+State = dict[str, dict[str, Tensor]]  # an optimizer's, by parameter name
+
+
+def all_steps(run: Path) -> dict[int, Path]:
+    """The checkpoints of a run by step, oldest first."""
+    return {int(p.name[5:]): p for p in sorted((run / "checkpoints").glob("step-*")) if p.name[5:].isdigit()}
+
+
+class Checkpoints:
+    """Writes a run's checkpoints and forgets old ones. In the background: tensors are copied, then a thread writes."""
+
+    def __init__(self, run: Path, config: CheckpointConfig) -> None:
+        self.run, self.config = run, config
+        self.thread: threading.Thread | None = None
+        self.failure: Exception | None = None
+        self.saved: int | None = None  # the step of the last one that is complete
+
+    def due(self, step: int) -> bool:
+        return (self.config.every > 0 and step % self.config.every == 0) or step in self.config.also
+
+    def save(self, step: int, tensors: dict[str, Tensor], optimizer: State, files: dict[str, str], state: dict) -> None:
+        """`files` go beside the tensors in model/. Raises what went wrong; in the background the next call does."""
+        self.wait()
+        flat = {f"{kind}/{name}": t for name, entry in optimizer.items() for kind, t in entry.items()}
+        parts = {"model": {n: t.detach() for n, t in tensors.items()}, "optim": flat}
+        arguments = (step, parts, files, state)
+        if not self.config.background:
+            return self._write(*arguments)
+        for part in parts.values():
+            part.update({name: tensor.to("cpu", copy=True) for name, tensor in part.items()})
+        self.thread = threading.Thread(target=self._write_aside, args=arguments, name="checkpoint")
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises if the last one failed."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def _write_aside(self, *arguments: Any) -> None:
+        try:
+            self._write(*arguments)
+        except Exception as error:  # handed to the training thread by wait()
+            self.failure = error
+
+    def _write(self, step: int, parts: dict[str, dict[str, Tensor]], files: dict[str, str], state: dict) -> None:
+        path = self.run / "checkpoints" / f"step-{step:08d}"
+        try:
+            with atomic_folder(path) as folder:
+                for part, tensors in parts.items():
+                    write_tensors(folder / part, tensors)
+                for name, text in files.items():
+                    (folder / "model" / name).write_text(text, encoding="utf-8")
+                (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            write_text(self.run / "checkpoints" / "last", path.name + "\n")
+            self._forget()
+        except (OSError, CheckpointException) as error:  # DCP wraps what the file system said
+            raise CheckpointFailed(f"the checkpoint of step {step} could not be written ({reason(error)})") from error
+        self.saved = step
+
+    def _forget(self) -> None:
+        steps = all_steps(self.run)
+        old = list(steps)[: -self.config.keep] if self.config.keep else []
+        for step in old:
+            if not (self.config.keep_every and step % self.config.keep_every == 0):
+                hidden = steps[step].with_name(f".{steps[step].name}")
+                os.rename(steps[step], hidden)  # gone at once: half a checkpoint is never seen
+                shutil.rmtree(hidden)
+
+    def sweep(self) -> None:
+        """Remove what a killed process left half-written or half-removed."""
+        for path in (self.run / "checkpoints").glob(".*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class CheckpointFailed(Exception):
+    """A checkpoint could not be written; the ones before it are untouched."""
+
+
+def reason(error: BaseException) -> str:
+    """What the operating system said, from below what wrapped it."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(sorted({reason(failure[0]) for failure in error.failures.values()}))
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def newest(run: Path) -> Path | None:
+    """The last complete checkpoint of a run, all its files as its manifest says; None before the first."""
+    steps = all_steps(run)
+    if not steps:
+        return None
+    path = steps[max(steps)]
+    try:
+        check_manifest(path)
+    except UserError as error:
+        raise UserError(f"{error}; or move {path} away to resume from the checkpoint before it") from None
+    return path
+
+
+def read_model_config(checkpoint: Path) -> ModelConfig:
+    return native.load(checkpoint / "model" / "config.yml").model
+
+
+def model_files(config: ModelConfig, history: list[dict], tokenizer_json: str | None) -> dict[str, str]:
+    """What stands beside a model's tensors."""
+    files = {"config.yml": native.to_yaml(ModelFile(config)), "history.json": json.dumps(history, indent=1) + "\n"}
+    return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
+
+
+def read_model(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
+    read_tensors(checkpoint / "model", {name: tensor.detach() for name, tensor in tensors.items()})
+
+
+def read_optimizer(checkpoint: Path) -> State:
+    state: State = {}
+    for name, tensor in read_tensors(checkpoint / "optim").items():
+        kind, _, parameter = name.partition("/")
+        state.setdefault(parameter, {})[kind] = tensor
+    return state
+
+
+def read_state(checkpoint: Path) -> dict:
+    return read_json(checkpoint / "state.json")
+
+
+def rng_state() -> dict[str, list[int]]:
+    """Random states as plain integers."""
+    state = {"cpu": torch.get_rng_state().tolist()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
+
+
+def restore_rng(state: dict[str, list[int]]) -> None:
+    torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+
+
+@contextlib.contextmanager
+def lock(run: Path):
+    """One process trains a run at a time."""
+    import fcntl
+
+    with open(run / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run} is being trained by another process: wait for it, or stop it first") from None
+        yield

@@ -1,0 +1,85 @@
+"""Is the run well? Loss scaling, clipping and the check for non-finite numbers work on the device and wait for nothing;
+
+what they found is read at the log step, where spikes and the limit of skipped steps are judged.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenformer.config_train import TrainConfig
+
+
+class Guard:
+    """Decides on the device whether a step counts, and what its gradients are divided by."""
+
+    def __init__(self, config: TrainConfig, device: torch.device) -> None:
+        self.config, self.scaled = config, config.precision == "fp16"
+        self.scale = torch.tensor(config.loss_scale if self.scaled else 1.0, device=device)
+        self.good = torch.tensor(0, device=device)  # steps since the last overflow
+        self.patience = torch.tensor(config.loss_scale_hysteresis, device=device)  # overflows before the scale halves
+        self.skipped = torch.tensor(0, device=device)
+        self.in_a_row = torch.tensor(0, device=device)
+
+    def check(self, gradients: Sequence[Tensor], loss: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """→ (divisor, skip, norm). `normaliser` is what the unscaled gradients still have to be divided by."""
+        divisor = self.scale * normaliser
+        norm = torch.nn.utils.get_total_norm(gradients) / divisor
+        skip = ~(norm.isfinite() & loss.isfinite())
+        if self.config.clip:
+            divisor = divisor * (norm / self.config.clip).clamp_min(1.0)
+        return divisor, skip.float(), norm
+
+    def update(self, skip: Tensor) -> None:
+        skipped = skip.bool()
+        self.skipped += skipped
+        hopeless = skipped & (self.scale <= self.config.loss_scale_min) if self.scaled else skipped
+        self.in_a_row = torch.where(hopeless, self.in_a_row + 1, 0)
+        if self.scaled:
+            c = self.config
+            self.good = torch.where(skipped, 0, self.good + 1)
+            grow = ~skipped & (self.good % c.loss_scale_window == 0)
+            halve = skipped & (self.patience <= 1)
+            smaller = (self.scale / 2).clamp_min(c.loss_scale_min)
+            self.scale = torch.where(grow, self.scale * 2, torch.where(halve, smaller, self.scale))
+            fewer = (self.patience - 1).clamp_min(1)
+            self.patience = torch.where(grow, c.loss_scale_hysteresis, torch.where(skipped, fewer, self.patience))
+
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name).item() for name in ("scale", "good", "patience", "skipped", "in_a_row")}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name, value in state.items():
+            getattr(self, name).fill_(value)
+
+
+class Spikes:
+    """A running mean and deviation of the loss; says when a loss stands far above."""
+
+    def __init__(self, deviations: float) -> None:
+        self.deviations, self.seen, self.mean, self.variance = deviations, 0, 0.0, 0.0
+
+    def __call__(self, loss: float) -> bool:
+        """
+        >>> spikes = Spikes(6.0)
+        >>> [spikes(loss) for loss in [2.0, 2.1] * 20 + [9.0, 2.0]][-3:]
+        [False, True, False]
+        """
+        if not math.isfinite(loss):
+            return False  # a skipped step, counted as such
+        limit = self.mean + self.deviations * math.sqrt(self.variance)
+        spike = self.seen >= 20 and loss > limit
+        self.seen += 1
+        weight = max(0.02, 1 / self.seen)
+        off = (limit if spike else loss) - self.mean  # a spike moves the mean no further than its limit
+        self.mean += weight * off
+        self.variance = (1 - weight) * (self.variance + weight * off * off)
+        return spike
+
+    def state_dict(self) -> dict:
+        return {"seen": self.seen, "mean": self.mean, "variance": self.variance}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.seen, self.mean, self.variance = state["seen"], state["mean"], state["variance"]

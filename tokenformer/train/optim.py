@@ -1,0 +1,121 @@
+"""Two recipes: AdamW on everything, or Muon on the matrices of the blocks and AdamW on the rest.
+
+Unusual: a step takes a divisor for the gradients (loss scale, normaliser and clipping in one) and a skip flag, both on
+the device, so that nothing waits for it; Muon works on all matrices of one shape at once. State is known by name.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from tokenformer.config_train import OptimizerConfig
+
+# Newton–Schulz quintic: drives every singular value of a matrix of norm ≤ 1 to about 0.7–1.2 in five steps.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+STACK = 1 << 26  # numbers that are orthogonalised at once
+
+
+def split(named: Iterable[tuple[str, nn.Parameter]], kind: str) -> dict[str, dict[str, nn.Parameter]]:
+    """Parameters by what happens to them: `muon`, `adamw` (with weight decay), `plain` (norms: without)."""
+    groups: dict[str, dict[str, nn.Parameter]] = {"muon": {}, "adamw": {}, "plain": {}}
+    for name, parameter in named:
+        matrix = parameter.ndim == 2 and name.startswith("blocks.")
+        which = "plain" if parameter.ndim < 2 else "muon" if matrix and kind == "muon" else "adamw"
+        groups[which][name] = parameter
+    return groups
+
+
+class Optimizer:
+    """One object for a whole model. A parameter without state starts fresh, with its own step count."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self.config = config
+        groups = split(named, config.kind)
+        self.matrices, self.momentum = groups["muon"], {}
+        self.others = {**groups["adamw"], **groups["plain"]}
+        decays = {"adamw": config.weight_decay, "plain": 0.0}
+        self.adamw = torch.optim.AdamW(
+            [{"params": list(groups[g].values()), "weight_decay": d} for g, d in decays.items() if groups[g]],
+            lr=config.rate,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            fused=True,
+        )
+
+    @torch.no_grad()
+    def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
+        """One update by the gradients / divisor; where `skip` is 1, parameters and state stay what they were."""
+        vars(self.adamw).update(grad_scale=divisor, found_inf=skip)  # the fused kernels read them on the device
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        if self.matrices:
+            self._muon(rate, divisor, skip.bool())
+
+    def _muon(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
+        c, by_shape = self.config, {}
+        for name, matrix in self.matrices.items():
+            if matrix.grad is not None:
+                if name not in self.momentum:
+                    self.momentum[name] = torch.zeros_like(matrix)
+                by_shape.setdefault(matrix.shape, []).append((matrix, self.momentum[name]))
+        for (rows, columns), pairs in by_shape.items():
+            length = 0.2 * max(rows, columns) ** 0.5  # an orthogonal update of this length has the RMS of AdamW's
+            many = max(1, STACK // (rows * columns))
+            for i in range(0, len(pairs), many):
+                matrices, momenta = (list(part) for part in zip(*pairs[i : i + many], strict=True))
+                gradient = torch.stack([m.grad for m in matrices]) / divisor
+                momentum = torch.stack(momenta)
+                momentum = torch.where(skip, momentum, momentum.lerp(gradient, 1 - c.momentum))
+                direction = orthogonalise(
+                    gradient.lerp(momentum, c.momentum), c.orthogonal_steps, self._dtype(gradient)
+                )
+                keep = 1 - (~skip).to(gradient.dtype) * (rate * c.weight_decay)
+                move = torch.where(skip, 0.0, direction.to(gradient.dtype)) * (rate * length)
+                torch._foreach_copy_(momenta, list(momentum))
+                torch._foreach_mul_(matrices, keep)
+                torch._foreach_sub_(matrices, list(move))
+
+    def _dtype(self, like: Tensor) -> torch.dtype:
+        if self.config.orthogonal_dtype == "auto":
+            return torch.bfloat16 if like.is_cuda else like.dtype
+        return torch.bfloat16 if self.config.orthogonal_dtype == "bf16" else torch.float32
+
+    def zero_grad(self) -> None:
+        for parameter in (*self.matrices.values(), *self.others.values()):
+            parameter.grad = None
+
+    def state_by_name(self) -> dict[str, dict[str, Tensor]]:
+        """AdamW: exp_avg, exp_avg_sq and step; Muon: momentum. Only for parameters that were updated before."""
+        muon = {name: {"momentum": momentum} for name, momentum in self.momentum.items()}
+        adamw = {name: dict(self.adamw.state[p]) for name, p in self.others.items() if p in self.adamw.state}
+        return {**muon, **adamw}
+
+    @torch.no_grad()
+    def load_state_by_name(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Copies; a parameter that is not named starts fresh."""
+        self.momentum = {n: state[n]["momentum"].to(p, copy=True) for n, p in self.matrices.items() if n in state}
+        self.adamw.state.clear()
+        for name, p in self.others.items():
+            if name in state:
+                step = state[name]["step"].to(device=p.device, dtype=torch.float32, copy=True)
+                moments = {key: state[name][key].to(p, copy=True) for key in ("exp_avg", "exp_avg_sq")}
+                self.adamw.state[p] = {"step": step, **moments}
+
+
+def orthogonalise(matrices: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+    """Each of (K, rows, columns) → nearly the orthogonal matrix closest to it, by Newton–Schulz steps in `dtype`.
+
+    >>> q = orthogonalise(torch.tensor([[[3.0, 0.0], [0.0, 2.0]]]), 5, torch.float32)
+    >>> bool((q.diagonal(dim1=1, dim2=2) > 0.6).all()), q[0, 0, 1].item()
+    (True, 0.0)
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if tall else matrices).to(dtype)
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    a, b, c = QUINTIC
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
