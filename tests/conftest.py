@@ -1,0 +1,42 @@
+"""What several tests need: the golden tensors of the official code, and the shared folder where there is one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+DATA = Path(__file__).parent / "data"
+THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax")
+
+
+@pytest.fixture(scope="session")
+def golden_folder() -> Path:
+    """`{theta}/` folders with official weights, config and tensors; `rotary.safetensors`; `indexed/`."""
+    return DATA / "golden"
+
+
+@pytest.fixture(params=THETAS)
+def golden(request, golden_folder) -> tuple[Path, dict[str, torch.Tensor]]:
+    """An official model folder and what the official code computed with it."""
+    folder = golden_folder / request.param
+    return folder, load_file(folder / "golden.safetensors")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Data that may not be copied into the repository: beside the checkout on some machines."""
+    folder = Path(__file__).parents[2] / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs the folder {folder.name} beside the checkout, which is not here")
+    return folder
+
+
+@pytest.fixture
+def relative():
+    """Largest difference over the largest magnitude."""
+
+    def measure(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+    return measure

@@ -1,0 +1,113 @@
+"""The laws of the house: who may import whom, what is imported lazily, how long importing takes, how long files are."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "tokenformer"
+OPEN = {"errors", "files", "terminal", "strict"}
+BELOW = {"config", "ops", "models", "growth", "data", "parallel", "hub"}
+MAY = {
+    "errors": set(),
+    "files": {"errors"},
+    "terminal": {"errors"},
+    "strict": {"errors"},
+    "config": {"strict", "errors"},
+    "ops": {"errors"},
+    "models": {"ops", "config", "errors"},
+    "growth": {"models", "config"} | OPEN,
+    "data": {"config"} | OPEN,
+    "parallel": {"models", "ops", "config"} | OPEN,
+    "hub": {"models", "config"} | OPEN,
+    "infer": {"models", "ops", "config"} | OPEN,
+    "train": BELOW | OPEN,
+    "eval": {"infer", "hub", "data", "models", "config"} | OPEN,
+    "cli": BELOW | {"train", "infer", "eval"} | OPEN,
+    "__init__": BELOW | {"errors"},
+    "__main__": {"cli"},
+}
+# optional libraries, and how many files may import each
+OPTIONAL = (
+    "transformers",
+    "lm_eval",
+    "datasets",
+    "matplotlib",
+    "wandb",
+    "tensorboard",
+    "pyarrow",
+    "deepspeed",
+    "zstandard",
+)
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of all modules that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively: write the full name"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "config" if first.startswith("config_") else first  # config.py and the sections declared beside it
+
+
+def test_every_room_imports_only_what_the_design_allows():
+    wrong = []
+    for path in files():
+        for name in imports(path):
+            package, _, rest = name.partition(".")
+            target = "config" if rest.startswith("config_") else rest.split(".")[0]
+            if package == "tokenformer" and target in MAY and target not in MAY[room(path)] | {room(path)}:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert wrong == []
+
+
+def test_the_law_would_catch_a_forbidden_import(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from tokenformer.train import trainer\n    import tokenformer.hub.folder\n")
+    assert imports(bad) == {"tokenformer.train.trainer", "tokenformer.hub.folder"}
+
+
+@pytest.mark.parametrize("library", OPTIONAL)
+def test_an_optional_library_is_imported_in_one_file_at_most(library):
+    users = [str(p.relative_to(PACKAGE)) for p in files() if any(n.split(".")[0] == library for n in imports(p))]
+    assert len(users) <= 1, users
+
+
+def test_no_file_is_longer_than_one_idea():
+    lengths = {str(p.relative_to(PACKAGE)): len(p.read_text(encoding="utf-8").splitlines()) for p in files()}
+    assert {name: n for name, n in lengths.items() if n > (800 if "kernels" in name else 500)} == {}
+
+
+def test_importing_the_package_is_quick_and_imports_nothing_heavy():
+    """Beyond torch: under 0.3 s (best of three), and no optional library comes with it or with the command line."""
+    code = (
+        "import sys, time, torch; start = time.perf_counter(); import tokenformer, tokenformer.cli.main as m; "
+        "m.build_parser(); took = time.perf_counter() - start; "
+        f"print(took, [n for n in {[*OPTIONAL, 'rich', 'huggingface_hub', 'tokenizers']} if n in sys.modules])"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    times, heavy = zip(*(run.stdout.split(" ", 1) for run in runs), strict=True)
+    assert min(map(float, times)) < 0.3
+    assert {h.strip() for h in heavy} == {"[]"}
+
+
+def test_every_public_name_can_be_reached():
+    import tokenformer
+
+    assert all(getattr(tokenformer, name) is not None for name in tokenformer.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tokenformer.nothing
