@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from tokenformer.config import Config as Config
     from tokenformer.config import ModelConfig as ModelConfig
     from tokenformer.errors import UserError as UserError
+    from tokenformer.growth import grow as grow
+    from tokenformer.growth import slice as slice
     from tokenformer.hub import load as load
     from tokenformer.hub import save as save
     from tokenformer.models import LanguageModel as LanguageModel
@@ -20,10 +22,12 @@ _DOOR = {
     "UserError": "errors",
     "LanguageModel": "models",
     "Pattention": "models",
+    "grow": "growth",
+    "slice": "growth",
     "load": "hub",
     "save": "hub",
 }
-__all__ = ["Config", "LanguageModel", "ModelConfig", "Pattention", "UserError", "load", "save"]
+__all__ = ["Config", "LanguageModel", "ModelConfig", "Pattention", "UserError", "grow", "load", "save", "slice"]
 
 
 def __getattr__(name: str):

@@ -1,0 +1,66 @@
+"""How many parameter tokens each layer has, as a plain table, and back into a config with as few overrides as can be.
+
+Unusual: growth and shrinking change the table alone; which layers need an override is decided here and nowhere else.
+"""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from tokenformer.config import PROJECTIONS, LayerOverride, ModelConfig
+
+Segments = list[tuple[int, float]]  # (parameter tokens, τ) of each segment
+Table = dict[str, list[Segments]]  # qkv, proj, ffn → the segments of each layer
+
+
+def table(config: ModelConfig) -> Table:
+    """The segments of every layer; empty for models without parameter tokens.
+
+    >>> tiny = ModelConfig(layers=2, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=[4, 16])
+    >>> table(tiny)["ffn"]
+    [[(4, 2.0), (16, 4.0)], [(4, 2.0), (16, 4.0)]]
+    """
+    if config.kind != "tokenformer":
+        return {}
+    return {which: [config.segments(which, layer) for layer in range(config.layers)] for which in PROJECTIONS}
+
+
+def with_table(config: ModelConfig, segments: Table) -> ModelConfig:
+    """The config of a model with these segments: what most layers have stands for all, the others are overrides.
+
+    >>> tiny = ModelConfig(layers=2, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=4)
+    >>> with_table(tiny, {**table(tiny), "ffn": [[(4, 2.0)], [(4, 2.0), (9, 3.0)]]}).segments("ffn", 1)
+    [(4, 2.0), (9, 3.0)]
+    """
+    if config.kind != "tokenformer":
+        return config
+    layers = len(segments[PROJECTIONS[0]])
+    most = {w: list(Counter(map(tuple, segments[w])).most_common(1)[0][0]) for w in PROJECTIONS}
+    overrides: dict[int, LayerOverride] = {}
+    for layer in range(layers):
+        own = {w: segments[w][layer] for w in PROJECTIONS if segments[w][layer] != most[w]}
+        if own:
+            overrides[layer] = LayerOverride(**_keys(own))
+    return dataclasses.replace(config, layers=layers, layer_overrides=overrides, **_keys(most)).resolved()
+
+
+def _keys(projections: dict[str, Segments]) -> dict[str, Any]:
+    """The config's keys that say this: `ffn_tokens: 64` for one segment, a list for several, and every τ."""
+    counts = {w: [n for n, _ in s] for w, s in projections.items()}
+    tokens = {f"{w}_tokens": n if len(n) > 1 else n[0] for w, n in counts.items()}
+    return {**tokens, "tau": {w: [t for _, t in s] for w, s in projections.items()}}
+
+
+def total(segments: Segments) -> int:
+    return sum(n for n, _ in segments)
+
+
+def sizes(config: ModelConfig) -> dict:
+    """What a history says of a model: layers, and parameter tokens (one number, or one a layer where they differ)."""
+    said: dict = {"layers": config.layers}
+    if config.kind != "tokenformer":
+        return {**said, "dim": config.dim, "ffn_dim": config.mlp_dim}
+    for which, layers in table(config).items():
+        counts = [total(s) for s in layers]
+        said[f"{which}_tokens"] = counts[0] if len(set(counts)) == 1 else counts
+    return said

@@ -1,0 +1,113 @@
+"""A certificate of a growth, on token ids: how far logits and loss moved, by which rule, and which tokens can learn.
+
+Unusual: nothing is trained. Two steps are tried on copies of the new parameters alone, the model stays as it is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from tokenformer.growth.plan import Plan
+from tokenformer.models import LanguageModel
+
+
+@dataclass(frozen=True)
+class Alive:
+    """How many of the new rows (keys and values apart) have a gradient at the first step, and within two."""
+
+    rows: int
+    at_once: int
+    within_two: int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    exact: bool  # the rule promises that nothing changes but rounding
+    logit_absolute: float  # largest change of a logit
+    logit_relative: float  # the same over the largest logit
+    loss_before: float
+    loss_after: float
+    rule: dict[str, str]
+    gradient: dict[str, Alive]  # such as `ffn keys` → how many learn
+
+    @property
+    def alive(self) -> bool:
+        return all(a.within_two == a.rows for a in self.gradient.values())
+
+
+def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> Certificate:
+    """Run both on ids (B, T) and compare; then see which new tokens get gradient within two steps."""
+    absolute, largest = change(old, new, ids)
+    return Certificate(
+        exact=plan.exact,
+        logit_absolute=absolute,
+        logit_relative=absolute / max(largest, 1e-30),
+        loss_before=loss(old, ids),
+        loss_after=loss(new, ids),
+        rule=plan.event["rule"],
+        gradient=gradient(new, ids, plan),
+    )
+
+
+@torch.no_grad()
+def change(old: LanguageModel, new: LanguageModel, ids: Tensor) -> tuple[float, float]:
+    """Largest change of a logit, and the largest logit; one sample at a time, so that few logits are held."""
+    moved, largest = 0.0, 0.0
+    for row in ids:
+        before, after = (_logits(model, row[None]) for model in (old, new))
+        moved, largest = max(moved, (after - before).abs().max().item()), max(largest, before.abs().max().item())
+    return moved, largest
+
+
+def _logits(model: LanguageModel, ids: Tensor) -> Tensor:
+    logits = model(ids).logits
+    assert logits is not None
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@torch.no_grad()
+def loss(model: LanguageModel, ids: Tensor) -> float:
+    """Nats per token, each predicted from those before it."""
+    outputs = [model(row[None, :-1], labels=row[None, 1:]) for row in ids]
+    return sum(o.loss_sum.item() for o in outputs) / sum(o.count.item() for o in outputs)
+
+
+def gradient(model: LanguageModel, ids: Tensor, plan: Plan, rate: float = 1e-3) -> dict[str, Alive]:
+    """Which rows of the new parameters learn: gradients at the first step, and after a small step along them."""
+    fresh = {name: recipe for name, recipe in plan.recipes.items() if recipe.new_rows}
+    parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if n in fresh}
+    seen: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        output = functional_call(model, parameters, (ids[:, :-1],), {"labels": ids[:, 1:]})
+        grads = torch.autograd.grad(output.loss_sum / output.count, list(parameters.values()), allow_unused=True)
+        moved = {
+            n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)
+        }
+        seen.append({n: _new(g, fresh[n].new_rows).flatten(1).any(1) for n, g in moved.items()})
+        steps = {n: rate * g / g.square().mean().sqrt().clamp_min(1e-30) for n, g in moved.items()}
+        parameters = {n: (p.detach() - steps[n]).requires_grad_() for n, p in parameters.items()}
+    counts: dict[str, list[int]] = {}
+    for name in parameters:
+        first, second = seen[0][name], seen[1][name]
+        count = counts.setdefault(_said(name), [0, 0, 0])
+        for i, number in enumerate((first.numel(), first.sum().item(), (first | second).sum().item())):
+            count[i] += int(number)
+    return {said: Alive(*count) for said, count in counts.items()}
+
+
+def _new(grad: Tensor, rows: int) -> Tensor:
+    grad = grad if rows < 0 else grad[len(grad) - rows :]
+    return grad[:, None] if grad.ndim == 1 else grad
+
+
+def _said(name: str) -> str:
+    """
+    >>> _said("blocks.0.attention.proj.segments.1.key_tokens")
+    'proj keys'
+    """
+    parts = name.split(".")
+    if "segments" in parts:
+        return f"{parts[parts.index('segments') - 1]} {parts[-1].removesuffix('_tokens')}s"
+    return ".".join(parts[2:])
