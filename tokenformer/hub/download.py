@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub, through huggingface_hub: cached; a broken download goes on where it broke off."""
+"""Models from the Hugging Face hub, through huggingface_hub: cached, and resumed when the connection breaks."""
 
 from pathlib import Path
 
@@ -9,9 +9,8 @@ WANTED = ["*.json", "*.yml", "*.bin", "*.safetensors", "*.pt", "latest", "*/late
 
 def snapshot(name: str) -> Path:
     """The local copy of a hub repository such as `Haiyang-W/TokenFormer-150M`."""
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED))
@@ -22,6 +21,6 @@ def snapshot(name: str) -> Path:
             f"'{name}' is neither a path here nor in the local hub cache, and the hub cannot be reached: "
             "go online, or give the path of a copy"
         ) from None
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the download of '{name}' broke off ({reason}): the same command again goes on") from None
+        raise UserError(f"the download of '{name}' broke off ({reason}): run it again, whole files are kept") from None

@@ -3,6 +3,7 @@
 Unusual: `-` and `_` mean the same there, several files merge, and a key that nobody knows is refused by its name.
 """
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,9 +141,11 @@ def load_config(*names: str | Path, overrides: Sequence[str] = ()) -> native.Con
     ours: dict = {}
     official: dict = {}
     sources = []
-    for name in names:
-        raw = native.read(name)
-        if is_official(raw):
+    raws = {name: native.read(name) for name in names}
+    sections = {field.name for field in dataclasses.fields(native.Config)}
+    for name, raw in raws.items():
+        beside = any(map(is_official, raws.values())) and not sections & raw.keys()
+        if is_official(raw) or beside:
             official.update({_plain(key): value for key, value in raw.items()})
             sources.append(Path(name).name)
         else:

@@ -1,0 +1,163 @@
+"""Configs: strict keys, types, overrides, bases, segments and τ, and the way back to YAML."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenformer import config as c
+from tokenformer.config import Config, LayerOverride, ModelConfig
+from tokenformer.errors import UserError
+
+SMALL = "model: {layers: 2, dim: 32, heads: 4, qkv_tokens: 8, proj_tokens: 8, ffn_tokens: 16}\n"
+
+
+def write(tmp_path, text, name="my.yml"):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_becomes_a_config_and_overrides_lie_on_top(tmp_path):
+    path = write(tmp_path, SMALL)
+    model = c.load(path, overrides=["model.layers=3", "model.ffn_tokens=[16, 24]", "model.norm_eps=1e-3"]).model
+    assert (model.layers, model.ffn_tokens, model.norm_eps) == (3, [16, 24], 1e-3)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "+1e-3", "1.e-3", "0.001", ".1e-2", "1e-03"])
+def test_scientific_notation_is_a_number(tmp_path, text):
+    assert c.load(write(tmp_path, SMALL), overrides=[f"model.norm_eps={text}"]).model.norm_eps == 0.001
+
+
+def test_whole_floats_are_whole_numbers_and_a_base_is_laid_under(tmp_path):
+    path = write(tmp_path, "base: lm/150m\nmodel: {context: 1e3}\n")
+    model = c.load(path).model
+    assert (model.context, model.dim) == (1000, 768)
+    write(tmp_path, SMALL, "below.yml")
+    assert c.load(write(tmp_path, "base: below.yml\nmodel: {layers: 5}", "above.yml")).model.layers == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sentence"),
+    [
+        ("model: {layres: 2}", [], "unknown key 'model.layres': did you mean 'layers'?"),
+        ("modell: {}", [], "did you mean 'model'"),
+        ("model: {layers: 2, dim: 32}", [], "key 'model.heads' is missing"),
+        ("{}", [], "key 'model' is missing"),
+        ("- 1", [], "should hold keys and values"),
+        ("model: [", [], "is not YAML"),
+        ("model: {layers: 1, layers: 2}", [], "stands twice"),
+        (SMALL, ["model.layers=two"], "model.layers is 'two', but must be a whole number"),
+        (SMALL, ["model.layers=true"], "must be a whole number"),
+        (SMALL, ["model.layers=2.5"], "must be a whole number"),
+        (SMALL, ["model.layers=0"], "give a number above 0"),
+        (SMALL, ["model.tied=1"], "must be true or false"),
+        (SMALL, ["model.theta=l2_norm_gleu"], "did you mean 'l2_norm_gelu'"),
+        (SMALL, ["model.heads=5"], "does not divide dim 32"),
+        (SMALL, ["model.layers"], "is not an override: write section.key=value"),
+        (SMALL, ["model.ffn_tokens=[]"], "at least one token"),
+        (SMALL, ["model.ffn_tokens=[4, 0]"], "at least one token"),
+        (SMALL, ["model.ffn_tokens=[4, x]"], "model.ffn_tokens[1] is 'x'"),
+        (SMALL, ["model.tau={ffn: [1.0, 2.0]}"], "has 1 segments but tau.ffn has 2 numbers"),
+        (SMALL, ["model.tau={fnn: [1.0]}"], "its keys are qkv, proj and ffn"),
+        (SMALL, ["model.tau={ffn: [0]}"], "finite number above 0"),
+        (SMALL, ["model.tau={ffn: [.inf]}"], "finite number above 0"),
+        (SMALL, ["model.layer_overrides={7: {ffn_tokens: 4}}"], "names layer 7, but layers go from 0 to 1"),
+        (SMALL, ["model.kind=transformer"], "has no meaning for kind transformer"),
+        (SMALL, ["model.ffn_dim=8"], "has no meaning for kind tokenformer"),
+        (SMALL, ["model.rotary_fraction=0.4"], "gives an even number"),
+        (SMALL, ["model.qkv_tokens=null"], "model.qkv_tokens is missing"),
+        ("model: {kind: llama, layers: 1, dim: 32, heads: 4, kv_heads: 3}", [], "does not divide heads 4"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(tmp_path, text, overrides, sentence):
+    with pytest.raises(UserError) as caught:
+        c.load(write(tmp_path, text), overrides=overrides)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_preset_gets_a_suggestion():
+    with pytest.raises(UserError, match="did you mean the preset 'lm/150m'"):
+        c.load("lm/150M")
+
+
+def test_a_base_that_leads_back_is_refused(tmp_path):
+    write(tmp_path, "base: b.yml", "a.yml")
+    write(tmp_path, "base: a.yml", "b.yml")
+    with pytest.raises(UserError, match="leads back to itself"):
+        c.load(tmp_path / "a.yml")
+
+
+def test_tau_is_the_root_of_n_until_it_is_written_out():
+    model = ModelConfig(layers=2, dim=32, heads=4, qkv_tokens=9, proj_tokens=4, ffn_tokens=[16, 25])
+    assert model.segments("ffn") == [(16, 4.0), (25, 5.0)]
+    resolved = model.resolved()
+    assert resolved.tau == {"qkv": [3.0], "proj": [2.0], "ffn": [4.0, 5.0]}
+    grown = dataclasses.replace(resolved, proj_tokens=8)  # τ held
+    assert grown.segments("proj") == [(8, 2.0)]
+    assert resolved.resolved() == resolved
+
+
+def test_a_layer_that_differs_takes_the_models_tau_only_with_the_models_tokens():
+    model = ModelConfig(
+        layers=4, dim=32, heads=4, qkv_tokens=9, proj_tokens=4, ffn_tokens=16, tau={"ffn": [7.0], "qkv": [5.0]},
+        layer_overrides={1: LayerOverride(ffn_tokens=[4, 9]), 2: LayerOverride(tau={"ffn": [6.0]})},
+    )  # fmt: skip
+    assert model.segments("ffn", 0) == model.segments("ffn") == [(16, 7.0)]
+    assert model.segments("ffn", 1) == [(4, 2.0), (9, 3.0)]
+    assert model.segments("qkv", 1) == [(9, 5.0)]
+    assert model.segments("ffn", 2) == [(16, 6.0)]
+    resolved = model.resolved()
+    assert all(
+        resolved.segments(w, layer) == model.segments(w, layer) for w in c.PROJECTIONS for layer in (None, 0, 1, 2, 3)
+    )
+
+
+tokens = st.one_of(st.integers(1, 999), st.lists(st.integers(1, 999), min_size=1, max_size=4))
+
+
+@given(
+    tokens=st.tuples(tokens, tokens, tokens),
+    layers=st.integers(1, 9),
+    theta=st.sampled_from(["l2_norm_gelu", "softmax"]),
+    tau=st.floats(1e-6, 1e6),
+    eps=st.floats(1e-12, 1e-2),
+    data=st.data(),
+)
+def test_a_config_goes_to_yaml_and_to_json_and_back(tokens, layers, theta, tau, eps, data):
+    import json
+
+    qkv, proj, ffn = tokens
+    overrides = data.draw(
+        st.dictionaries(st.integers(0, layers - 1), st.builds(LayerOverride, ffn_tokens=st.just(ffn)), max_size=3)
+    )
+    model = ModelConfig(
+        layers=layers, dim=32, heads=4, qkv_tokens=qkv, proj_tokens=proj, ffn_tokens=ffn, theta=theta, norm_eps=eps,
+        tau={"proj": [tau] * (len(proj) if isinstance(proj, list) else 1)}, layer_overrides=overrides,
+    ).resolved()  # fmt: skip
+    whole = Config(model=model)
+    assert c.build(Config, c.parse_yaml(c.to_yaml(whole), "text")) == whole
+    assert c.build(Config, json.loads(json.dumps(c.to_dict(whole)))) == whole
+
+
+def test_every_key_is_documented_where_it_is_declared():
+    def walk(cls):
+        for field in dataclasses.fields(cls):
+            assert field.metadata.get("doc"), f"{cls.__name__}.{field.name}"
+            kind = field.type if isinstance(field.type, type) else None
+            if dataclasses.is_dataclass(kind):
+                walk(kind)
+
+    walk(Config)
+    walk(LayerOverride)
+
+
+def test_every_preset_loads_and_goes_to_yaml_and_back():
+    for name in c.presets():
+        config = c.load(name)
+        assert c.build(Config, c.parse_yaml(c.to_yaml(config), name)) == config
+        if config.model.kind == "tokenformer":
+            assert config.model.resolved().tau["qkv"][0] == pytest.approx(math.sqrt(config.model.segments("qkv")[0][0]))
