@@ -1,0 +1,118 @@
+"""The verbs info and convert, and what the command line does with mistakes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tokenformer.cli.main import build_parser, main
+from tokenformer.hub import load, save
+from tokenformer.hub.official_config import load_config
+from tokenformer.models import LanguageModel
+
+
+def test_info_reports_the_exact_parameters(capsys):
+    assert main(["info", "lm/150m"]) == 0
+    out = capsys.readouterr().out
+    assert "151,881,216" in out
+    assert "113,246,208" in out
+    assert "3072 (τ 55.43) tokens" in out
+
+
+def test_info_shows_how_the_two_parts_grow_beside_a_transformer(capsys):
+    assert main(["info", "grow/1.4b", "--context", "1k,8k,32k"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.lstrip()[:1].isdigit()]
+    ours, theirs = rows[0::2], rows[1::2]
+    assert [row[0] for row in ours] == ["1,024", "8,192", "32,768"]
+    with_parameters = {row[-4] for row in ours}
+    with_tokens = [float(row[-3]) for row in ours]
+    assert len(with_parameters) == 1
+    assert with_tokens == [0.019, 0.151, 0.604]
+    assert all(float(t[-3]) > 3 * float(o[-3]) for o, t in zip(ours, theirs, strict=True))
+
+
+def test_info_takes_overrides_merges_files_and_reads_weights(golden_folder, tmp_path, capsys):
+    assert main(["info", "lm/150m", "model.layers=2", "model.ffn_tokens=[1024,2048]"]) == 0
+    assert "1024 (τ 32) + 2048 (τ 45.25) tokens" in capsys.readouterr().out
+    folder = golden_folder / "softmax"
+    for source in (folder, folder / "pytorch_model.bin", folder / "config.yml"):
+        assert main(["info", str(source)]) == 0
+        assert "99,456" in capsys.readouterr().out
+    save(load(folder), tmp_path / "ours")
+    assert main(["info", str(tmp_path / "ours")]) == 0
+    assert "theta softmax" in capsys.readouterr().out
+    (tmp_path / "text_generation.yml").write_text('{"text_gen_type": "unconditional", "temperature": 1.0}')
+    assert main(["info", str(folder / "config.yml"), str(tmp_path / "text_generation.yml")]) == 0
+    assert main(["info", str(tmp_path / "text_generation.yml")]) == 2
+    assert "give a model config beside it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["ours", "hf"])
+def test_official_weights_go_there_and_back_bit_equal(golden, tmp_path, target, capsys, relative):
+    folder, expected = golden
+    weights, config = str(folder / "pytorch_model.bin"), str(folder / "config.yml")
+    assert main(["convert", "--to", target, weights, config, "--out", str(tmp_path / "there")]) == 0
+    assert "99,456 parameters" in capsys.readouterr().out
+    model = load(tmp_path / "there")
+    assert relative(model(expected["input_ids"]).logits, expected["logits"]) < 2e-5
+    assert main(["convert", "--to", "official", str(tmp_path / "there"), "--out", str(tmp_path / "back")]) == 0
+    before = torch.load(weights, weights_only=True)
+    after = torch.load(tmp_path / "back" / "pytorch_model.bin", weights_only=True)
+    assert list(before) == list(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_segmented_model_goes_from_ours_to_hf_and_back(tmp_path):
+    config = load_config("lm/150m", overrides=[
+        "model.layers=2", "model.dim=32", "model.heads=2", "model.vocab=64", "model.qkv_tokens=[4,5]",
+        "model.proj_tokens=6", "model.ffn_tokens=[8,9,10]", "model.layer_overrides={1: {ffn_tokens: [3, 4]}}",
+    ]).model  # fmt: skip
+    model = LanguageModel(config)
+    save(model, tmp_path / "a")
+    for source, to, out in (("a", "hf", "b"), ("b", "ours", "c")):
+        assert main(["convert", "--to", to, str(tmp_path / source), "--out", str(tmp_path / out)]) == 0
+    again = load(tmp_path / "c")
+    assert again.config == model.config
+    assert torch.equal(again(torch.arange(9)[None]).logits, model(torch.arange(9)[None]).logits)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["info", "lm/151m"], "did you mean the preset 'lm/150m'"),
+        (["info", "lm/150m", "model.layres=3"], "did you mean 'layers'"),
+        (["info", "lm/150m", "model.heads=7"], "does not divide dim"),
+        (["info", "lm/150m", "--context", "1x"], "give lengths such as"),
+        (["convert", "--to", "hf", "nowhere/at/all", "--out", "x"], "there is nothing at nowhere/at/all"),
+        (["convert", "--to", "hf", ".", "--out", "x", "--tokenizer", "none.json"], "there is no tokenizer file"),
+        (["convert", "--to", "hf", ".", "--out", "tokenformer"], "is there already"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_code_2(words, sentence, capsys, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
+    before = set(os.listdir())
+    assert main(words) == 2
+    err = capsys.readouterr().err.strip()
+    assert sentence in err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1
+    assert set(os.listdir()) == before
+
+
+def test_the_program_itself_leaves_with_the_code():
+    def run(*words):
+        return subprocess.run([sys.executable, "-m", "tokenformer", *words], capture_output=True, text=True)
+
+    assert run("info", "nothing").returncode == 2
+    assert run("no-such-verb").returncode == 2
+    done = run("info", "grow/124m")
+    assert done.returncode == 0 and "123,569,664" in done.stdout
+
+
+def test_every_verb_has_a_help_with_an_example(capsys):
+    (actions,) = [a for a in build_parser()._actions if hasattr(a, "choices") and a.choices]
+    assert {"info", "convert"} <= set(actions.choices)
+    for name, parser in actions.choices.items():
+        assert f"tokenformer {name} " in parser.format_help(), name
