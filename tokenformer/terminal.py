@@ -65,3 +65,35 @@ def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callab
             print(f"{title}: {done:,.0f}{unit}{share} after {now - start:.0f} s", file=sys.stderr)
 
     yield advance
+
+
+@contextlib.contextmanager
+def meter(title: str, total: float | None) -> Iterator[Callable[[float, str], None]]:
+    """Progress that also says a note (rates, counts): `show(done, note)`. A bar, or a line after 2 s and every 10 s.
+
+    >>> with meter("reading", 100) as show:
+    ...     show(50, "3 MB/s")
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+        more = (TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+        with Progress(*columns, *more, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total, note="")
+            yield lambda done, note: bar.update(task, completed=done, note=note)
+        return
+    start = time.monotonic()
+    said = start - 8
+
+    def show(done: float, note: str) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= 10:
+            said = now
+            share = f"{100 * done / total:.0f} %, " if total else ""
+            left = f", {(now - start) * (total - done) / done:.0f} s left" if total and done else ""
+            print(f"{title}: {share}{note}{left}", file=sys.stderr, flush=True)
+
+    yield show

@@ -18,10 +18,14 @@ GOLDEN = Path(__file__).parent / "golden" / "indexed"
 TRUTH = json.loads((GOLDEN / "documents.json").read_text())
 
 
+def texts(found: Indexed) -> list[list[int]]:
+    return [found.document(i).tolist() for i in range(found.documents)]
+
+
 @pytest.mark.parametrize("name", ["uint16", "int32"])
 def test_golden_documents_read_back(name):
     found = Indexed(GOLDEN / f"{name}_text_document")
-    assert [found.document(i).tolist() for i in range(found.documents)] == TRUTH["documents"]
+    assert texts(found) == TRUTH["documents"]
 
 
 def test_golden_sentences_read_back():

@@ -85,11 +85,11 @@ def fragments(text: str, rule: re.Pattern | None, where: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def cut_near(text: str, rule: re.Pattern, start: int, where: str) -> int | None:
+def cut_near(text: str, rule: re.Pattern, start: int, where: str, limit: int | None = None) -> int | None:
     """The end of the fragment that starts at `start`; None when the rest has no place to cut and is short enough."""
-    size = FRAGMENT
+    size, limit = FRAGMENT, len(text) if limit is None else limit
     while True:
-        stop = last_cut(text, rule, start + 1, min(start + size, len(text) - 1))
+        stop = last_cut(text, rule, start + 1, min(start + size, limit - 1))
         if stop is not None:
             return stop
         if start + size >= len(text):

@@ -122,7 +122,7 @@ class Indexed:
             bad = int(ids.max() if self.vocab and ids.max() >= self.vocab else ids.min())
             raise UserError(
                 f"{bin_path(self.prefix)} holds token {bad} between places {start:,} and {stop:,}, outside the "
-                f"vocabulary of {self.vocab or 'any tokenizer'}: use the tokenizer it was prepared with, or prepare it anew"
+                f"vocabulary of {self.vocab or 'any tokenizer'}: use the tokenizer it was prepared with"
             )
         return ids
 
@@ -193,10 +193,13 @@ def write_set(prefix: str | Path, documents: Iterable[Sequence[Sequence[int]]], 
 # The description: sizes and checksums of the two files, and what is known about the set.
 
 
-def describe(prefix: Path, paths: dict[str, Path], about: dict, seen: Callable[[int], object] | None = None) -> str:
-    """The text of a description; `paths` maps ".bin" and ".idx" to where the files are now."""
+def describe(prefix: Path, paths: dict[str, Path], about: dict, known: dict[str, str] | None = None) -> str:
+    """The text of a description; `paths` maps ".bin" and ".idx" to where the files are, `known` to known checksums."""
     entries = {
-        prefix.name + ending: {"bytes": path.stat().st_size, "sha256": files.sha256(path, seen)}
+        prefix.name + ending: {
+            "bytes": path.stat().st_size,
+            "sha256": (known or {}).get(ending) or files.sha256(path),
+        }
         for ending, path in paths.items()
     }
     return _seal({"format": 1, "files": entries, **about})
