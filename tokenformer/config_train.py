@@ -25,6 +25,10 @@ class OptimizerConfig:
         "type of Muon's Newton–Schulz products; auto: bf16 on a GPU, that of the parameters elsewhere", "auto"
     )
 
+    segments: Literal["apart", "joint"] = key(
+        "Muon orthogonalises each segment's matrix by itself, or those of a projection's segments as one", "apart"
+    )
+
     def __post_init__(self) -> None:
         need(0 < self.rate < 1, f"optimizer.rate is {self.rate}: give a number between 0 and 1")
         need(

@@ -49,6 +49,28 @@ def test_muon_is_its_ten_line_float64_reference_over_several_steps():
         torch.testing.assert_close(optimizer.momentum[name], expected[name][1], rtol=1e-12, atol=1e-14)
 
 
+def test_joint_muon_takes_the_segments_of_a_projection_as_one_matrix():
+    config = OptimizerConfig(kind="muon", rate=0.02, segments="joint")
+    model = with_gradients(1)
+    optimizer = Optimizer(model.named_parameters(), config)
+    pairs = [[f"blocks.{i}.attention.proj.segments.{j}.value_tokens" for j in (0, 1)] for i in (0, 1)]
+    expected = []
+    for pair in pairs:
+        w, g = (torch.cat([_one(optimizer, name)[i] for name in pair]) for i in (0, 1))
+        expected.append(muon_reference(w.detach(), g, torch.zeros_like(w), 0.02, config))
+    alone = muon_reference(*_one(optimizer, pairs[0][0]), 0.02, config)[0].detach()
+    optimizer.step(0.02, ONE, GO)
+    for pair, (weight, momentum) in zip(pairs, expected, strict=True):
+        torch.testing.assert_close(torch.cat([optimizer.matrices[n].detach() for n in pair]), weight)
+        torch.testing.assert_close(torch.cat([optimizer.momentum[n] for n in pair]), momentum)
+    assert not torch.allclose(optimizer.matrices[pairs[0][0]], alone)
+
+
+def _one(optimizer: Optimizer, name: str):
+    matrix = optimizer.matrices[name]
+    return matrix, matrix.grad, torch.zeros_like(matrix)
+
+
 def test_muon_is_close_to_torch_muon_which_orthogonalises_in_bf16():
     config = OptimizerConfig(kind="muon", rate=0.01, orthogonal_dtype="bf16")
     ours, theirs = with_gradients(2, torch.float32), with_gradients(2, torch.float32)

@@ -4,6 +4,7 @@ Unusual: a step takes a divisor for the gradients (loss scale, normaliser and cl
 the device, so that nothing waits for it; Muon works on all matrices of one shape at once. State is known by name.
 """
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,8 @@ from tokenformer.config_train import OptimizerConfig
 # Newton–Schulz quintic: drives every singular value of a matrix of norm ≤ 1 to about 0.7–1.2 in five steps.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 STACK = 1 << 26  # numbers that are orthogonalised at once
+SEGMENT = re.compile(r"segments\.\d+\.")
+Shapes = tuple[tuple[int, int], ...]
 
 
 def split(named: Iterable[tuple[str, nn.Parameter]], kind: str) -> dict[str, dict[str, nn.Parameter]]:
@@ -54,28 +57,41 @@ class Optimizer:
             self._muon(rate, divisor, skip.bool())
 
     def _muon(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
-        c, by_shape = self.config, {}
-        for name, matrix in self.matrices.items():
-            if matrix.grad is not None:
-                if name not in self.momentum:
-                    self.momentum[name] = torch.zeros_like(matrix)
-                by_shape.setdefault(matrix.shape, []).append((matrix, self.momentum[name]))
-        for (rows, columns), pairs in by_shape.items():
-            length = 0.2 * max(rows, columns) ** 0.5  # an orthogonal update of this length has the RMS of AdamW's
-            many = max(1, STACK // (rows * columns))
-            for i in range(0, len(pairs), many):
-                matrices, momenta = (list(part) for part in zip(*pairs[i : i + many], strict=True))
-                gradient = torch.stack([m.grad for m in matrices]) / divisor
-                momentum = torch.stack(momenta)
+        c = self.config
+        for shapes, names in self._units().items():  # a unit is a matrix, or the segments of a projection
+            sizes, columns = tuple(rows for rows, _ in shapes), shapes[0][1]
+            length = 0.2 * max(sum(sizes), columns) ** 0.5  # an orthogonal update of this length has AdamW's RMS
+            many = max(1, STACK // (sum(sizes) * columns))
+            for i in range(0, len(names), many):
+                matrices = [[self.matrices[name] for name in unit] for unit in names[i : i + many]]
+                momenta = [[self.momentum[name] for name in unit] for unit in names[i : i + many]]
+                gradient = torch.stack([_rows([m.grad for m in unit if m.grad is not None]) for unit in matrices]) / divisor
+                momentum = torch.stack([_rows(unit) for unit in momenta])
                 momentum = torch.where(skip, momentum, momentum.lerp(gradient, 1 - c.momentum))
                 direction = orthogonalise(
                     gradient.lerp(momentum, c.momentum), c.orthogonal_steps, self._dtype(gradient)
                 )
                 keep = 1 - (~skip).to(gradient.dtype) * (rate * c.weight_decay)
                 move = torch.where(skip, 0.0, direction.to(gradient.dtype)) * (rate * length)
-                torch._foreach_copy_(momenta, list(momentum))
-                torch._foreach_mul_(matrices, keep)
-                torch._foreach_sub_(matrices, list(move))
+                flat: list[Tensor] = [m for unit in matrices for m in unit]
+                torch._foreach_copy_([m for unit in momenta for m in unit], _parts(momentum, sizes))
+                torch._foreach_mul_(flat, keep)
+                torch._foreach_sub_(flat, _parts(move, sizes))
+
+    def _units(self) -> dict[Shapes, list[list[str]]]:
+        """Names of what is orthogonalised as one, by the shapes of their parts."""
+        units: dict[str, list[str]] = {}
+        for name, matrix in self.matrices.items():
+            if matrix.grad is not None:
+                if name not in self.momentum:
+                    self.momentum[name] = torch.zeros_like(matrix)
+                joint = self.config.segments == "joint"
+                units.setdefault(SEGMENT.sub("segments.", name) if joint else name, []).append(name)
+        by_shape: dict[Shapes, list[list[str]]] = {}
+        for unit in units.values():
+            shape = tuple((len(self.matrices[name]), self.matrices[name].shape[1]) for name in unit)
+            by_shape.setdefault(shape, []).append(unit)
+        return by_shape
 
     def _dtype(self, like: Tensor) -> torch.dtype:
         if self.config.orthogonal_dtype == "auto":
@@ -102,6 +118,15 @@ class Optimizer:
                 step = state[name]["step"].to(device=p.device, dtype=torch.float32, copy=True)
                 moments = {key: state[name][key].to(p, copy=True) for key in ("exp_avg", "exp_avg_sq")}
                 self.adamw.state[p] = {"step": step, **moments}
+
+
+def _rows(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _parts(stack: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+    """The parts of each matrix of a stack, in order."""
+    return [part for matrix in stack for part in matrix.split(sizes)]
 
 
 def orthogonalise(matrices: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
