@@ -1,0 +1,367 @@
+"""The transformers classes against the native model: the same numbers, whatever transformers does around them."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tokenformer
+from tokenformer import UserError
+from tokenformer.config import LayerOverride, ModelConfig
+from tokenformer.models import LanguageModel
+
+pytest.importorskip("transformers", minversion="5.17")
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
+
+from tokenformer.hub.hf import TokenFormerConfig, TokenFormerForCausalLM
+
+SHAPE = {"layers": 3, "dim": 64, "heads": 4, "vocab": 256, "context": 32}
+CONFIGS = {
+    "one": ModelConfig(**SHAPE, qkv_tokens=40, proj_tokens=24, ffn_tokens=72),
+    "segmented": ModelConfig(
+        **SHAPE,
+        qkv_tokens=[16, 24],
+        proj_tokens=24,
+        ffn_tokens=[24, 48],
+        tau={"ffn": [4.0, 9.5]},
+        layer_overrides={1: LayerOverride(ffn_tokens=[8, 8, 8])},
+    ),
+    "transformer": ModelConfig(**SHAPE, kind="transformer"),
+    "llama": ModelConfig(**SHAPE, kind="llama", kv_heads=2, tied=False, rotary_fraction=1.0),
+}
+IDS = torch.randint(256, (3, 10), generator=torch.Generator().manual_seed(0))
+LABELS = IDS.clone().masked_fill(IDS < 60, -100)
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tiny products are many times slower on threads that other tests want too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def lively(config: ModelConfig) -> LanguageModel:
+    """A model whose greedy text is not one token again and again."""
+    model = LanguageModel(config, seed=3).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    return model
+
+
+@pytest.fixture(params=CONFIGS)
+def both(request) -> tuple[LanguageModel, TokenFormerForCausalLM]:
+    model = lively(CONFIGS[request.param])
+    return model, TokenFormerForCausalLM.from_native(copy.deepcopy(model))
+
+
+@pytest.fixture
+def one() -> tuple[LanguageModel, TokenFormerForCausalLM]:
+    model = lively(CONFIGS["one"])
+    return model, TokenFormerForCausalLM.from_native(copy.deepcopy(model))
+
+
+def test_golden_logits_through_transformers_and_the_way_back(golden, tmp_path, relative):
+    folder, tensors = golden
+    native = tokenformer.load(folder)
+    tokenformer.save(native, tmp_path / "hf", format="hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        logits = model(tensors["input_ids"]).logits
+        assert relative(logits, tensors["logits"]) < 2e-5
+        assert torch.equal(logits, native(tensors["input_ids"]).logits)
+    tokenformer.save(tokenformer.load(tmp_path / "hf"), tmp_path / "back", format="official")
+    back = tokenformer.load(tmp_path / "back")
+    assert all(torch.equal(a, b) for a, b in zip(native.parameters(), back.parameters(), strict=True))
+
+
+def test_plain_calls_are_bit_equal_to_native(both):
+    native, model = both
+    with torch.no_grad():
+        logits = native(IDS).logits
+        for extra in ({}, {"use_cache": False}, {"attention_mask": torch.ones_like(IDS)}):
+            assert torch.equal(model(IDS, **extra).logits, logits)
+        shifted = torch.arange(5, 15)
+        assert torch.equal(model(IDS, position_ids=shifted[None]).logits, native(IDS, positions=shifted).logits)
+        kept = model(IDS, logits_to_keep=2).logits
+        assert kept.shape[1] == 2 and torch.allclose(kept, logits[:, -2:], atol=1e-5)
+        kept = model(IDS, logits_to_keep=torch.tensor([1, 4])).logits
+        assert torch.allclose(kept, logits[:, [1, 4]], atol=1e-5)
+        assert torch.equal(model(IDS, return_dict=False)[0], logits)
+
+
+def test_the_flash_path_is_kept_without_padding(one, monkeypatch):
+    """No mask reaches attention where none is needed, and one does where it is."""
+    import tokenformer.models.layers as layers
+
+    masks, attention = [], layers.attention
+    monkeypatch.setattr(layers, "attention", lambda *a, mask, **k: masks.append(mask) or attention(*a, mask=mask, **k))
+    ones = torch.ones_like(IDS)
+    one[1](IDS)
+    one[1](IDS, attention_mask=ones)
+    one[1].generate(IDS, attention_mask=ones, **GREEDY)
+    assert masks and all(mask is None for mask in masks)
+    one[1](IDS, attention_mask=ones.tril())
+    assert masks[-1] is not None
+    masks.clear()
+    one[1](IDS, past_key_values=StaticCache(config=one[1].config, max_cache_len=16))
+    assert masks[0].shape[-2:] == (10, 16)
+
+
+def test_folders_of_transformers_hold_the_same_model(both, tmp_path):
+    native, model = both
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert sorted(index) == sorted(f"model.{name}" for name, _ in native.named_parameters())  # tied: no head
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is TokenFormerForCausalLM and again.config.to_native() == native.config
+    assert torch.equal(again(IDS).logits, native(IDS).logits)
+    back = tokenformer.load(tmp_path)
+    assert back.config == native.config and torch.equal(back(IDS).logits, native(IDS).logits)
+
+
+def test_greedy_text_is_the_reference_text_with_every_cache(both):
+    native, model = both
+    wanted = native.generate(IDS, 12)
+    assert len(set(wanted[:, 10:].flatten().tolist())) > 6
+    mask = torch.ones_like(IDS)
+    for extra in ({}, {"use_cache": False}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 2}):
+        ids, ones = (IDS[:1], mask[:1]) if "prompt_lookup_num_tokens" in extra else (IDS, mask)
+        text = model.generate(ids, attention_mask=ones, **GREEDY, **extra)
+        assert torch.equal(text, wanted[: len(ids)]), extra
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_padded_batch_gives_the_texts_of_its_rows_alone(both, cache, beams):
+    model, options = both[1], {**GREEDY, "cache_implementation": cache, "num_beams": beams}
+    lengths, width = (3, 9, 14), 14
+    batch, mask = torch.full((3, width), 7), torch.zeros(3, width, dtype=torch.long)
+    for i, length in enumerate(lengths):
+        batch[i, width - length :] = torch.randint(256, (length,), generator=torch.Generator().manual_seed(i))
+        mask[i, width - length :] = 1
+    together = model.generate(batch, attention_mask=mask, **options)[:, width:]
+    for i, length in enumerate(lengths):
+        row = batch[i : i + 1, width - length :]
+        alone = model.generate(row, attention_mask=torch.ones_like(row), **options)[:, length:]
+        assert torch.equal(together[i : i + 1], alone), i
+
+
+def test_sampling_repeats_with_its_seed(one):
+    texts = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        texts.append(one[1].generate(IDS, attention_mask=torch.ones_like(IDS), **{**GREEDY, "do_sample": True}))
+    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+
+
+def test_a_mask_of_four_dimensions_says_what_is_seen(both):
+    native, model = both
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2, 2]]).expand(3, -1)
+    causal = torch.ones(10, 10, dtype=torch.bool).tril()
+    seen = (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
+    wanted = native(IDS, documents=documents).logits
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for mask in (seen, seen.long(), added):
+        assert torch.allclose(model(IDS, attention_mask=mask).logits, wanted, atol=1e-5)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]])  # positions that start anew are documents (flattening)
+    wanted = native(IDS[:1], documents=documents[:1], positions=packed).logits
+    assert torch.allclose(model(IDS[:1], position_ids=packed, use_cache=False).logits, wanted, atol=1e-5)
+
+
+def test_long_prompts_may_come_in_pieces(both):
+    native, model = both
+    for past in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=12)):
+        pieces = [model(piece, past_key_values=past).logits for piece in IDS.split([4, 5, 1], dim=1)]
+        assert torch.allclose(torch.cat(pieces, 1), native(IDS).logits, atol=1e-5)
+
+
+def test_the_loss_is_the_native_loss_with_and_without_logits(both):
+    native, model = both
+    targets = torch.cat([LABELS[:, 1:], torch.full((3, 1), -100)], 1)
+    _, total, count = native(IDS, labels=targets)
+    out = model(IDS, labels=LABELS)
+    assert torch.allclose(out.loss, total / count, atol=1e-6) and out.logits.shape == (3, 10, 256)
+    assert model(IDS, labels=LABELS, skip_logits=True).logits is None
+    out = model.train()(IDS, labels=LABELS, num_items_in_batch=torch.tensor(7))
+    assert out.logits is None and out.past_key_values is None and torch.equal(out.loss, total / 7)
+    assert torch.equal(model(IDS, labels=None, shift_labels=targets).loss, total / count)
+    assert model(IDS, labels=torch.full_like(IDS, -100)).loss == 0
+
+
+def test_hidden_states_are_each_blocks_input_and_the_final_norm(golden, relative):
+    folder, tensors = golden
+    model = TokenFormerForCausalLM.from_native(tokenformer.load(folder).eval())
+    states = model(tensors["input_ids"], output_hidden_states=True).hidden_states
+    names = ("embedding", "block.0", "block.1", "final_norm")
+    assert len(states) == len(names)
+    for state, name in zip(states, names, strict=True):
+        assert relative(state, tensors[f"hidden.{name}"]) < 2e-5
+    assert model(tensors["input_ids"]).hidden_states is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(both, reentrant):
+    model = both[1].train()
+
+    def gradients():
+        model.zero_grad()
+        model(IDS, labels=LABELS).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradients()
+    calls = []
+    model.model.blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+    assert len(calls) == 2  # made again in backward
+    with pytest.raises(UserError, match="leave the cache out"):
+        model(IDS, past_key_values=DynamicCache(config=model.config))
+    with torch.no_grad():  # text is still made with a cache
+        assert torch.equal(
+            model.generate(IDS, attention_mask=torch.ones_like(IDS), **GREEDY), both[0].generate(IDS, 12)
+        )
+
+
+def test_static_decoding_and_training_compile_whole(one):
+    native, model = one
+    past = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(IDS, past_key_values=past)
+        step = torch.compile(model, fullgraph=True, backend="aot_eager")(IDS[:, :1], past_key_values=past).logits
+        whole = native(torch.cat([IDS, IDS[:, :1]], 1)).logits
+    assert torch.allclose(step[:, 0], whole[:, -1], atol=1e-4)
+    torch.compile(model.train(), fullgraph=True, backend="aot_eager")(IDS, labels=LABELS).loss.backward()
+    assert model.model.embedding.weight.grad.isfinite().all()
+
+
+def run_trainer(tmp_path, batch: int, steps: int, **options):
+    data = [{"input_ids": (torch.arange(16) * k) % 256} for k in range(1, 17)]
+    data = [{**row, "labels": row["input_ids"].clone().masked_fill(row["input_ids"] % 5 == 0, -100)} for row in data]
+    model = TokenFormerForCausalLM.from_native(LanguageModel(CONFIGS["segmented"], seed=1))
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=steps,
+        max_steps=6,
+        learning_rate=3e-3,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+        **options,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_trainer_learns_and_accumulation_is_exact(tmp_path):
+    trainer, whole = run_trainer(tmp_path / "a", 8, 1)
+    assert whole[-1] < whole[0] - 0.3 and trainer.evaluate()["eval_loss"] < whole[0] - 0.3
+    _, cut = run_trainer(tmp_path / "b", 2, 4, gradient_checkpointing=True)
+    assert cut == pytest.approx(whole, abs=1e-4)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert torch.equal(tokenformer.load(tmp_path / "saved")(IDS).logits, trainer.model.model(IDS).logits)
+
+
+def test_flattened_batches_keep_documents_apart(one):
+    rows = [{"input_ids": IDS[0, :4].tolist()}, {"input_ids": IDS[1, :6].tolist()}]
+    batch = DataCollatorWithFlattening()(rows)
+    flat = one[1].train()(**{k: v for k, v in batch.items() if torch.is_tensor(v)}).loss
+    apart = [one[1](torch.tensor([row["input_ids"]]), labels=torch.tensor([row["input_ids"]])).loss for row in rows]
+    assert torch.allclose(flat * 8, apart[0] * 3 + apart[1] * 5, atol=1e-4)
+
+
+def test_the_vocabulary_can_be_resized(both, tmp_path):
+    native, model = both
+    before = native(IDS).logits
+    for size, mean in ((300, True), (310, False)):
+        model.resize_token_embeddings(size, mean_resizing=mean)
+        assert model.config.vocab == model.config.vocab_size == model.model.config.vocab == size
+        assert torch.allclose(model(IDS).logits[..., :256], before, atol=1e-5)
+    assert model.model.embedding.weight[300:].std().item() == pytest.approx(0.02, rel=0.2)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(tokenformer.load(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_what_is_missing_is_said_and_filled_as_the_native_model_would(one, tmp_path):
+    one[1].save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"], weights["model.blocks.1.ffn.segments.0.value_tokens"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"model.norm.weight", "model.blocks.1.ffn.segments.0.value_tokens"}
+    assert torch.equal(model.model.norm.weight, torch.ones(64))
+    assert model.model.blocks[1].ffn.segments[0].value_tokens.std().item() == pytest.approx(2 / (3 * 8), rel=0.05)
+    assert torch.equal(model.model.embedding.weight, one[0].embedding.weight)
+    weights["model.norm.weight"] = torch.ones(32)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_loading_draws_no_random_numbers_and_takes_a_type(one, tmp_path, monkeypatch):
+    one[1].save_pretrained(tmp_path)
+    import tokenformer.hub.hf as hf
+    import tokenformer.models.init as init
+
+    for module in (hf, init):
+        monkeypatch.setattr(module, "initial", None)
+    for extra in ({}, {"device_map": "cpu"}, {"dtype": torch.bfloat16}):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **extra)
+        assert model(IDS).logits.dtype == extra.get("dtype", torch.float32)
+    with torch.device("meta"):
+        assert AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).device.type == "meta"
+
+
+def test_a_new_model_follows_the_global_seed():
+    config = TokenFormerConfig.from_native(CONFIGS["one"])
+    models = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        models.append(TokenFormerForCausalLM(config).model.embedding.weight)
+    assert torch.equal(models[0], models[1]) and not torch.equal(models[0], models[2])
+    assert models[0].std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_config_is_ours_under_transformers_names_too(kind, tmp_path):
+    native = CONFIGS[kind]
+    config = TokenFormerConfig.from_native(native, eos_token_id=3)
+    assert config.to_native() == native.resolved()
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size, config.head_dim) == (64, 3, 256, 16)
+    assert config.num_key_value_heads == (2 if kind == "llama" else 4) and config.max_position_embeddings == 32
+    assert config.tie_word_embeddings == native.tied and config.eos_token_id == 3
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).to_native() == native.resolved()
+    assert TokenFormerConfig(**config.to_dict()).to_native() == native.resolved()
+
+
+def test_what_cannot_be_done_is_refused_in_a_sentence(one):
+    model = one[1]
+    with pytest.raises(UserError, match="give input_ids"):
+        model(inputs_embeds=torch.zeros(1, 2, 64), input_ids=IDS)
+    with pytest.raises(UserError, match="leave it out"):
+        model(IDS, output_attentions=True)
+    with pytest.raises(UserError, match="did you mean 'qkv_tokens'"):
+        TokenFormerConfig(layers=1, dim=8, heads=2, qkv_token=3, proj_tokens=3, ffn_tokens=3)
+    with pytest.raises(UserError, match="does not divide"):
+        TokenFormerConfig(layers=1, dim=9, heads=2, qkv_tokens=3, proj_tokens=3, ffn_tokens=3)

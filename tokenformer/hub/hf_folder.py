@@ -1,0 +1,183 @@
+"""Folders that transformers loads, with our package or without it; written and read here without transformers.
+
+config.json carries the keys of our own config, tensors stand under `model.`. The manifest of such a folder is not held
+against it when it is read: people edit its README and save it again with transformers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenformer.config import ModelConfig, build, to_dict
+from tokenformer.errors import UserError
+from tokenformer.files import atomic_folder, read_json
+from tokenformer.hub.fill import fill
+from tokenformer.hub.folder import read_safetensors
+from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
+from tokenformer.models import LanguageModel
+
+END = "<|endoftext|>"
+# what transformers itself keeps in config.json; none of it changes what the model computes
+THEIRS = (
+    *("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "output_hidden_states", "output_attentions", "return_dict"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "name_or_path"),
+)
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+license: {licence}
+tags: [tokenformer]
+---
+
+# {title}
+
+{kind} with {parameters:,} parameters: {layers} layers of width {dim}, {heads} heads, context {context:,}, vocabulary
+{vocab:,}. {tokens}
+## Use
+
+With transformers and torch alone; the code of the model is in this folder:
+
+```python
+{imports}
+
+model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
+{use}```
+
+With the package `tokenformer` no remote code is needed: `import tokenformer.hub.hf` before the lines above, without
+`trust_remote_code`; or `tokenformer.load("{title}")` for the native model, which can grow.
+
+## Citation
+
+```bibtex
+@inproceedings{{wang2025tokenformer,
+  title     = {{TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters}},
+  author    = {{Wang, Haiyang and Fan, Yue and Naeem, Muhammad Ferjad and Xian, Yongqin and Lenssen, Jan Eric and
+               Wang, Liwei and Tombari, Federico and Schiele, Bernt}},
+  booktitle = {{International Conference on Learning Representations}},
+  year      = {{2025}},
+  url       = {{https://arxiv.org/abs/2410.23168}}
+}}
+```
+"""
+
+
+def save_hf(
+    model: LanguageModel,
+    folder: str | Path,
+    *,
+    tokenizer_json: str | None = None,
+    max_shard_size: int | str = "5GB",
+    licence: str = "unknown",
+) -> None:
+    """Everything that `AutoModelForCausalLM` and `AutoTokenizer` need; the folder is there whole or not at all."""
+    from huggingface_hub import save_torch_state_dict
+
+    ids = {} if tokenizer_json is None else _special_ids(tokenizer_json, model.config)
+    types = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    config = to_dict(model.config) | ids
+    config |= {"model_type": "tokenformer", "architectures": ["TokenFormerForCausalLM"], "auto_map": AUTO_MAP}
+    config |= {"dtype": types.pop()} if len(types) == 1 else {}
+    with atomic_folder(folder) as beside:
+        _write_json(beside / "config.json", config)
+        _write_json(beside / "generation_config.json", ids)
+        _write_json(beside / "history.json", model.history)
+        (beside / FILE).write_text(modeling_source(), encoding="utf-8")
+        (beside / "README.md").write_text(_card(model, Path(folder).name, tokenizer_json, licence), encoding="utf-8")
+        if tokenizer_json is not None:
+            (beside / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+            _write_json(beside / "tokenizer_config.json", _tokenizer_config(model.config, bool(ids)))
+        tensors = {f"model.{name}": p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+        save_torch_state_dict(tensors, beside, max_shard_size=max_shard_size)
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The model of a folder; a key that neither we nor transformers know is refused."""
+    raw = read_json(Path(folder) / "config.json")
+    own = {name: value for name, value in raw.items() if name not in THEIRS and value is not None}
+    try:
+        return build(ModelConfig, own)
+    except UserError as error:
+        raise UserError(f"{Path(folder) / 'config.json'}: {error}") from None
+
+
+def load_hf(folder: str | Path) -> LanguageModel:
+    """The native model of a folder that `save_hf` or transformers wrote."""
+    folder = Path(folder)
+    config, index = read_config(folder), folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(Path(str(f)).name == f for f in weight_map.values()):
+            raise UserError(f"{index} names no files of its own folder: get it anew")
+        names = sorted(set(weight_map.values()))
+    tensors = {}
+    for name in names:
+        tensors |= read_safetensors(folder / name)
+    model = fill(config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, str(folder))
+    if (folder / "history.json").is_file():
+        model.history = json.loads((folder / "history.json").read_text(encoding="utf-8"))
+    return model
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _special_ids(tokenizer_json: str, config: ModelConfig) -> dict[str, int]:
+    """The ids that generation needs; none when the tokenizer has no token for the end of a text."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UserError(f"the tokenizer is not a tokenizer.json ({error}): give another") from None
+    highest = max(tokenizer.get_vocab().values(), default=0)
+    if highest >= config.vocab:
+        raise UserError(
+            f"the tokenizer has an id {highest}, but the model knows ids below {config.vocab}: give its own"
+        )
+    end = tokenizer.token_to_id(END)
+    return {} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+
+
+def _tokenizer_config(config: ModelConfig, has_end: bool) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.context,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "padding_side": "left",  # a batch is continued at its right end
+        "clean_up_tokenization_spaces": False,
+        **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), END) if has_end else {}),
+    }
+
+
+def _card(model: LanguageModel, title: str, tokenizer_json: str | None, licence: str) -> str:
+    c = model.config
+    kinds = {"tokenformer": "A TokenFormer language model", "transformer": "A Transformer", "llama": "A Llama"}
+    tokens, use = "", "logits = model(torch.tensor([[1, 2, 3]])).logits\n"
+    if c.kind == "tokenformer":
+        tokens = (
+            f"Parameter tokens a projection: {c.qkv_tokens} (q, k, v), {c.proj_tokens} (after attention), "
+            f"{c.ffn_tokens} (feed-forward){' in most layers' if c.layer_overrides else ''}; Θ is `{c.theta}`.\n"
+        )
+    imports = "import torch\nfrom transformers import AutoModelForCausalLM"
+    if tokenizer_json is not None:
+        imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+        use = (
+            f'tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)\n'
+            'ids = tokenizer("Once upon a time", return_tensors="pt")\n'
+            "print(tokenizer.decode(model.generate(**ids, max_new_tokens=20)[0]))\n"
+        )
+    shape = {name: getattr(c, name) for name in ("layers", "dim", "heads", "context", "vocab")}
+    return CARD.format(
+        title=title,
+        licence=licence,
+        kind=kinds[c.kind],
+        parameters=model.cost().parameters,
+        tokens=tokens,
+        imports=imports,
+        use=use,
+        **shape,
+    )
