@@ -26,12 +26,15 @@ def attention(
         mask = causal(length, keys, q_BHTC.device) & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
     elif mask is None and 1 < length != keys:
         mask = causal(length, keys, q_BHTC.device)
+    flash = False
+    if mask is None and length > 1:  # a branch: under compile a length may be symbolic, and its comparison no bool
+        flash = True
     return F.scaled_dot_product_attention(
         q_BHTC,
         k_BGSC,
         v_BGSC,
         attn_mask=mask,
-        is_causal=mask is None and length > 1,  # no mask at all: the flash kernel
+        is_causal=flash,
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
 
