@@ -9,18 +9,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100
+LOGITS = 1 << 27  # how many are held at once
 
 
 def linear_cross_entropy(
-    hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor, chunk: int = 2048
+    hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Σ −log p(label) in fp32 or better, and how many labels counted (those that are not -100).
+    """Σ −log p(label) in fp32 or better, and how many labels counted (those that are not -100). `chunk`: rows at once.
 
     >>> total, count = linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([3, -100]))
     >>> round(total.item(), 4), count.item()
     (2.0794, 1)
     """
     hidden_TD, labels_T = hidden_TD.flatten(0, -2), labels_T.flatten()
+    chunk = chunk or max(1, LOGITS // len(weight_WD))
     pairs = list(zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True))
     if len(pairs) == 1:
         total = _chunk(hidden_TD, weight_WD, labels_T)
