@@ -19,10 +19,22 @@ def verbs() -> dict:
     return {name: importlib.import_module(f"tokenformer.cli.{name}") for name in sorted(names)}
 
 
+class Verb(argparse.ArgumentParser):
+    """Options may stand anywhere: `train CONFIG --out RUN steps=9` is read like `train CONFIG steps=9 --out RUN`."""
+
+    mixing = False
+
+    def parse_known_args(self, args=None, namespace=None):
+        if self.mixing:
+            return super().parse_known_args(args, namespace)
+        self.mixing = True  # what follows calls this again
+        return self.parse_known_intermixed_args(args, namespace)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tokenformer", description="TokenFormer: parameters are tokens.")
     parser.add_argument("--version", action="version", version=f"tokenformer {__version__}")
-    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Verb)
     for name, verb in verbs().items():
         doc = (verb.__doc__ or "").strip()
         sub = subparsers.add_parser(

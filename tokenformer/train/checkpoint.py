@@ -3,7 +3,6 @@
 Written to a hidden sibling and renamed, so a name that can be seen is complete; `last` names the newest one.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -161,16 +160,3 @@ def restore_rng(state: dict[str, list[int]]) -> None:
     torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
-
-
-@contextlib.contextmanager
-def lock(run: Path):
-    """One process trains a run at a time."""
-    import fcntl
-
-    with open(run / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{run} is being trained by another process: wait for it, or stop it first") from None
-        yield

@@ -1,0 +1,126 @@
+"""A page with curves that needs nothing but a browser: own SVG; style and a short script stand in page.html."""
+
+import html
+import json
+import math
+import string
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenformer.files import write_text
+from tokenformer.train.plot import AXES, COLOURS, Curve, bounds
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 430, 58, 18, 16, 42
+MOST_POINTS = 1200  # of a curve; more are thinned evenly
+UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def write_page(
+    path: str | Path, curves: list[Curve], axis: str = "step", title: str = "Runs", notes: Sequence[str] = ()
+) -> None:
+    """One self-contained HTML file: notes (plain paragraphs), curves, a table, the last sample of each run."""
+    body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(note)}</p>" for note in notes)]
+    body += [chart(curves, axis), table(curves)]
+    for curve in curves:
+        if curve.sample:
+            body += [f"<h2>What {html.escape(curve.name)} writes</h2>", f"<pre>{html.escape(curve.sample)}</pre>"]
+    template = string.Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    write_text(path, template.substitute(title=html.escape(title), body="\n".join(body)))
+
+
+def chart(curves: list[Curve], axis: str) -> str:
+    """Loss over the axis: thin lines for training, thick ones with dots for validation, dashes where a model grew."""
+    right, low, high = bounds(curves)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (WIDTH - LEFT - RIGHT) * x / right
+        return round(across, 1), round(TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low), 1)
+
+    def path(points: list[tuple[float, float]], css: str, colour: str) -> str:
+        return f'<path class="{css}" stroke="{colour}" d="M{"L".join("{},{}".format(*place(*p)) for p in points)}"/>'
+
+    parts = [f'<clipPath id="inside"><rect x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" '
+             f'height="{HEIGHT - TOP - BOTTOM}"/></clipPath>']  # fmt: skip
+    for y in ticks(low, high, 7):
+        x0, y0 = place(0, y)
+        parts.append(f'<line class="grid" x1="{x0}" x2="{WIDTH - RIGHT}" y1="{y0}" y2="{y0}"/>')
+        parts.append(f'<text x="{x0 - 8}" y="{y0 + 4}" text-anchor="end">{y:g}</text>')
+    for x in ticks(0, right, 8):
+        parts.append(f'<text x="{place(x, low)[0]}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{short(x)}</text>')
+    parts.append(f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{AXES[axis]}</text>')
+    legend, data = [], []
+    for colour, curve in zip(COLOURS * len(curves), curves, strict=False):
+        train, validation = thin(curve.train), thin(curve.validation)
+        lines = [path(train, "train faint" if validation else "train", colour)]
+        if validation:
+            lines.append(path(validation, "valid", colour))
+            dots = [place(*p) for p in validation] if len(validation) <= 60 else []
+            lines += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in dots]
+        parts.append(f'<g clip-path="url(#inside)">{"".join(lines)}</g>')
+        for x, what in curve.growths:
+            at = place(x, high)[0]
+            parts.append(
+                f'<line class="grow" stroke="{colour}" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+            )
+            label = html.escape(f"grown {what}".strip())
+            parts.append(
+                f'<text transform="translate({at + 13},{TOP + 6}) rotate(90)" style="fill:{colour}">{label}</text>'
+            )
+        legend.append(f'<span><i style="background:{colour}"></i>{html.escape(curve.name)}</span>')
+        end = max(x for x, _ in curve.train + curve.validation)
+        data.append(
+            {"name": html.escape(curve.name), "colour": colour, "end": end, "train": train, "validation": validation}
+        )
+    about = {"width": WIDTH, "left": LEFT, "right": RIGHT, "to": right, "axis": AXES[axis], "curves": data}
+    held = html.escape(json.dumps(about, separators=(",", ":")), quote=True)
+    rule = f'<line class="grid rule" style="display:none" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+    hint = (
+        "<span class=hint>thin: training loss · with dots: validation</span>"
+        if any(c.validation for c in curves)
+        else ""
+    )
+    return (
+        f'<div class="legend">{"".join(legend)}{hint}</div><div class="chart" data-curves="{held}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}{rule}</svg><div class="tip"></div></div>'
+    )
+
+
+def table(curves: list[Curve]) -> str:
+    head = ["run", *curves[0].facts]
+    rows = [[c.name, *(c.facts[name] for name in curves[0].facts)] for c in curves]
+    lines = [(head, "th"), *((row, "td") for row in rows)]
+    cells = ["".join(f"<{tag}>{html.escape(show(cell))}</{tag}>" for cell in row) for row, tag in lines]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in cells) + "</table>"
+
+
+def show(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers in a range.
+
+    >>> ticks(0, 950, 5)
+    [0, 200, 400, 600, 800]
+    """
+    raw = (high - low) / about
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
+    first = math.ceil(low / step)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step) + 1)]
+
+
+def short(x: float) -> str:
+    """
+    >>> short(1500), short(40), short(2e9)
+    ('1.5k', '40', '2G')
+    """
+    unit, letter = next(((u, s) for u, s in UNITS if abs(x) >= u), (1, ""))
+    return f"{x / unit:g}{letter}"
+
+
+def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = max(1, -(-len(points) // MOST_POINTS))
+    return points if every == 1 else [*points[:-1:every], points[-1]]

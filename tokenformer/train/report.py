@@ -1,0 +1,208 @@
+"""What the user sees: a live line on a terminal, plain lines elsewhere and in `log`, and always metrics.jsonl.
+
+MFU = training FLOPs a token (causal attention counted once) · tokens/s / the GPU's dense 16-bit peak; none if unknown.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import platform
+import resource
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenformer import __version__
+from tokenformer.config import Config
+from tokenformer.files import read_json, write_text
+from tokenformer.train import loggers
+
+# Dense 16-bit TFLOP/s by a part of the name that CUDA gives; longer names first where one holds another.
+PEAKS = {
+    "GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989,
+    "A100": 312, "A800": 312, "L40S": 362, "L4": 121, "A40": 150, "A10": 125, "A6000": 155, "4090": 165, "3090": 71,
+    "V100": 125, "T4": 65,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Of a known GPU in 16-bit arithmetic; None for everything else: a guessed MFU is worse than none."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak * 1e12 for part, peak in PEAKS.items() if part in name), None)
+
+
+def environment(command: list[str]) -> dict[str, Any]:
+    """What a start of a run was made with."""
+    here = Path(__file__).resolve().parent
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command,
+        "tokenformer": __version__,
+        "commit": git.stdout.strip() or None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+    }
+
+
+class Report:
+    """Of one run, from `step` on. Rows beyond that step belong to a future that was lost, and are dropped."""
+
+    def __init__(self, run: Path, config: Config, step: int, command: list[str]) -> None:
+        self.run, self.config = run, config
+        self.metrics = run / "metrics.jsonl"
+        starts = read_json(run / "environment.json") if (run / "environment.json").is_file() else {}
+        starts.setdefault("id", secrets.token_hex(4))
+        starts.setdefault("starts", []).append({"step": step, **environment(command)})
+        write_text(run / "environment.json", json.dumps(starts, indent=1) + "\n")
+        if self.metrics.is_file():
+            write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in read_rows(run) if row["step"] <= step))
+        self.log = open(run / "log", "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        self.loggers = loggers.open_loggers(config, run, starts["id"], step)
+        self.begin = time.monotonic()
+        self.bar = _bar(config.steps, step) if sys.stdout.isatty() else None
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.log.write(text + "\n")
+        self.log.flush()
+        if self.bar is not None:
+            self.bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def row(self, kind: str, step: int, **values: Any) -> None:
+        """One line of metrics.jsonl, and its numbers to the loggers. A number that is not finite becomes null."""
+        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        row = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self.begin, 3), **values}
+        with open(self.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+        for log, _ in self.loggers:
+            log(step, numbers)
+
+    def progress(self, step: int, values: dict[str, Any]) -> None:
+        """The training row of a log step, and its line."""
+        self.row("train", step, **values)
+        line = describe(step, self.config.steps, values)
+        if self.bar is not None:
+            self.log.write(line + "\n")
+            self.bar.update(self.bar.task_ids[0], completed=step, description=line)
+        else:
+            self.say(line)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        for _, close in self.loggers:
+            close()
+        self.log.close()
+
+
+@dataclasses.dataclass
+class Totals:
+    """What the run has cost so far."""
+
+    tokens: int = 0
+    flops: float = 0.0
+    hours: float = 0.0  # of training; validation and saving do not count
+
+    def state_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.tokens, self.flops, self.hours = state["tokens"], state["flops"], state["hours"]
+
+
+class Clock:
+    """Time spent training since the last question; what is done aside (validation, saving) does not count."""
+
+    def __init__(self) -> None:
+        self.since, self.not_counted = time.monotonic(), 0.0
+
+    def training(self) -> float:
+        now = time.monotonic()
+        taken = now - self.since - self.not_counted
+        self.since, self.not_counted = now, 0.0
+        return max(taken, 1e-9)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.not_counted += time.monotonic() - begin
+
+
+def describe(step: int, steps: int, values: dict[str, Any]) -> str:
+    """
+    >>> describe(40, 100, {"loss": 2.5, "rate": 1e-3, "tokens_per_second": 5e4, "memory": 3e9, "left": 75, "mfu": None})
+    'step 40/100  loss 2.5000  rate 1.00e-03  50,000 tokens/s  3.0 GB  1:15 left'
+    """
+    loss = values["loss"]
+    parts = [f"step {step}/{steps}", f"loss {math.nan if loss is None else loss:.4f}", f"rate {values['rate']:.2e}"]
+    parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
+    if values["mfu"] is not None:
+        parts.append(f"MFU {100 * values['mfu']:.1f} %")
+    parts.append(f"{values['memory'] / 1e9:.1f} GB")
+    minutes, seconds = divmod(round(values["left"]), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts.append((f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}") + " left")
+    return "  ".join(parts)
+
+
+def memory(device: torch.device) -> int:
+    """Most bytes held so far: on the GPU, or by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def read_rows(run: str | Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl; a last line that a kill cut short is left out."""
+    rows = []
+    for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").split("\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return rows
+
+
+def _bar(steps: int, step: int) -> Any:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    bar = Progress(BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
+    bar.add_task("starting", total=steps, completed=step)
+    bar.start()
+    return bar
+
+
+def profiler(run: Path, say: Callable[[str], None]) -> torch.profiler.profile:
+    """Started now; when stopped it leaves a trace in the run's folder."""
+
+    def leave(profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(run / "trace.json"))
+        say(f"trace of the profiled steps: {run / 'trace.json'} (open it in chrome://tracing or ui.perfetto.dev)")
+
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=kinds, on_trace_ready=leave)

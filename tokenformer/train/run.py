@@ -1,0 +1,84 @@
+"""The run folder: what may be begun there, what may be continued, and by one process at a time."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenformer import config as native
+from tokenformer.config import Config
+from tokenformer.errors import UserError
+
+HELD = ("batch", "seed", "start")  # with another value it would be another run; so would another model or optimizer
+
+
+def settle(config: Config, world: int) -> Config:
+    """The config with `batch` and `micro_batch` as numbers that divide.
+
+    >>> from tokenformer.config import load
+    >>> config = settle(load("lm/150m", overrides=["batch=12", "micro_batch=2"]), world=3)
+    >>> config.batch, config.micro_batch
+    (12, 2)
+    """
+    batch, micro = config.batch, config.micro_batch
+    if batch is None:
+        if micro is None or config.accumulation is None:
+            raise UserError("batch is missing: say how many sequences a step has, such as batch=64")
+        batch = micro * config.accumulation * world
+    if micro is None:
+        micro = max(1, batch // world)
+    if batch % (micro * world):
+        raise UserError(
+            f"batch {batch} cannot be cut into micro-batches of {micro} on {world} ranks: "
+            f"choose a batch that is a multiple of {micro * world}, or another micro_batch"
+        )
+    return dataclasses.replace(config, batch=batch, micro_batch=micro, accumulation=None)
+
+
+def earlier(folder: Path, resume: bool) -> Config | None:
+    """The config of the run that stands in the folder, if one does; refused unless it is to be continued."""
+    if not resume and folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is there already: go on with it by --resume, or give another name by --out")
+    return native.load(folder / "config.yml") if (folder / "config.yml").is_file() else None
+
+
+def changes(folder: Path, was: Config, now: Config) -> list[str]:
+    """What differs from the run's own config, in words; refused where it would be another run."""
+    pairs = {name: (getattr(was, name), getattr(now, name)) for name in HELD}
+    pairs["optimizer.kind"] = (was.optimizer.kind, now.optimizer.kind)
+    if was.model.resolved() != now.model.resolved():
+        lines = differences(native.to_dict(was.model.resolved()), native.to_dict(now.model.resolved()), "model.")
+        raise UserError(f"{folder} was begun with another model ({'; '.join(lines)}): keep it, or give another --out")
+    for name, (old, new) in pairs.items():
+        if old != new:
+            raise UserError(f"{folder} was begun with {name} {old}, not {new}: keep it, or give another --out")
+    return differences(native.to_dict(was), native.to_dict(now))
+
+
+def differences(was: dict, now: dict, at: str = "") -> list[str]:
+    """
+    >>> differences({"a": {"b": 1}}, {"a": {"b": 2}, "c": 3})
+    ['a.b: 1 → 2', 'c: None → 3']
+    """
+    lines = []
+    for name in [*was, *(n for n in now if n not in was)]:
+        old, new, where = was.get(name), now.get(name), f"{at}{name}"
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{where}.")
+        elif old != new:
+            lines.append(f"{where}: {old} → {new}")
+    return lines
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """One process trains a run at a time."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder} is being trained by another process: wait for it, or stop it first") from None
+        yield
