@@ -33,9 +33,9 @@ CONFIGS = {
     "llama": ModelConfig(**SHAPE, kind="llama", kv_heads=2, tied=False, rotary_fraction=1.0),
 }
 READER = """
-import importlib.util, json, sys
+import importlib.util, json, os, sys
 from pathlib import Path
-sys.path[:] = [p for p in sys.path if not p.endswith("-packages")] + [sys.argv[1]]
+sys.path[:] = [p for p in sys.path if not p.endswith("-packages")] + sys.argv[1].split(os.pathsep)
 assert importlib.util.find_spec("tokenformer") is None
 import torch
 from safetensors.torch import save_file
@@ -64,16 +64,18 @@ print(json.dumps(sorted(m for m in sys.modules if m.split(".")[0] == "tokenforme
 """
 
 
-def without_us(folder: Path) -> Path:
-    """A site-packages folder with everything that is installed here except our package."""
-    folder.mkdir()
+def without_us(root: Path) -> str:
+    """The folders of everything that is installed here except our package, as a path list."""
+    folders = []
     for entry in map(Path, sys.path):
         stdlib = (entry / "os.py").exists() or entry.name == "lib-dynload"
         if entry.is_dir() and not stdlib and not (entry / "tokenformer" / "__init__.py").exists():
+            folders.append(root / f"site{len(folders)}")
+            folders[-1].mkdir()
             for package in entry.iterdir():
-                if "tokenformer" not in package.name and not (folder / package.name).exists():
-                    (folder / package.name).symlink_to(package)
-    return folder
+                if "tokenformer" not in package.name:
+                    (folders[-1] / package.name).symlink_to(package)
+    return os.pathsep.join(map(str, folders))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def exported(tmp_path_factory) -> tuple[Path, dict[str, LanguageModel], dict[str
         "-S",
         "-c",
         READER,
-        str(without_us(root / "site")),
+        without_us(root),
         *(str(root / n) for n in built),
     ]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
