@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tokenformer.config_data import DataConfig
 from tokenformer.config_train import (
     CheckpointConfig,
     LogConfig,
@@ -175,6 +176,7 @@ class Config:
         "weights to begin with (folder, run, official); of a smaller model they fill the first parameter tokens",
         None,
     )
+    data: DataConfig = key("what it is trained on", make=DataConfig)
     optimizer: OptimizerConfig = key("the update rule", make=OptimizerConfig)
     schedule: ScheduleConfig = key("the learning rate over the run", make=ScheduleConfig)
     train: TrainConfig = key("how a step is computed", make=TrainConfig)

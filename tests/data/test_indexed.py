@@ -160,5 +160,5 @@ def test_a_token_beyond_the_vocabulary_is_refused_where_it_is_read(tmp_path):
 def test_fingerprint_follows_the_contents(tmp_path):
     for name, documents in (("a", [[[1, 2]]]), ("b", [[[1, 3]]]), ("c", [[[1, 2]]]), ("d", [[[1]], [[2]]])):
         write_set(tmp_path / name, documents)
-    prints = {n: Indexed(tmp_path / n).fingerprint() for n in "abcd"}
+    prints = {n: Indexed(tmp_path / n).fingerprint for n in "abcd"}
     assert prints["a"] == prints["c"] and len(set(prints.values())) == 3

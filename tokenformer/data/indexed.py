@@ -9,6 +9,7 @@ import json
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -118,14 +119,17 @@ class Indexed:
     def span(self, start: int, stop: int) -> np.ndarray:
         """Tokens of the stream from `start` to `stop`, each inside the vocabulary (where one is known)."""
         ids = self.tokens[start:stop]
-        if len(ids) and ((self.vocab and ids.max() >= self.vocab) or ids.min() < 0):
-            bad = int(ids.max() if self.vocab and ids.max() >= self.vocab else ids.min())
+        highest = int(ids.max()) if self.vocab and len(ids) else 0
+        lowest = int(ids.min()) if self.dtype.kind == "i" and len(ids) else 0
+        if lowest < 0 or highest >= (self.vocab or 1):
+            bad = lowest if lowest < 0 else highest
             raise UserError(
                 f"{bin_path(self.prefix)} holds token {bad} between places {start:,} and {stop:,}, outside the "
                 f"vocabulary of {self.vocab or 'any tokenizer'}: use the tokenizer it was prepared with"
             )
         return ids
 
+    @cached_property
     def fingerprint(self) -> str:
         """Short and made of the contents: from the checksums of the description, else from the index and samples."""
         digest = hashlib.sha256()

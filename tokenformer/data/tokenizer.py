@@ -70,7 +70,7 @@ class FileTokenizer:
     may be cut (None: nowhere). A tokenizer that a folder carries is `to_json()` in a file.
     """
 
-    def __init__(self, text: str, name: str, end: str | None = None) -> None:
+    def __init__(self, text: str, name: str, end: str | int | None = None) -> None:
         from tokenizers import Tokenizer as Library
 
         self.name, self._text = name, text
@@ -82,6 +82,9 @@ class FileTokenizer:
         self._inner.no_padding()
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_ids = tuple(sorted(i for i, t in self._inner.get_added_tokens_decoder().items() if t.special))
+        if isinstance(end, int):
+            self.end_of_document = end
+            return
         found = [i for i in map(self._inner.token_to_id, [end] if end else _END_NAMES) if i is not None]
         if not found:
             what = f"no token '{end}'" if end else "no end-of-document token that we know"

@@ -1,0 +1,218 @@
+"""The loader: one global sequence, however it is cut, and resumed exactly."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenformer import UserError
+from tokenformer.config import DataConfig
+from tokenformer.data.indexed import write_set
+from tokenformer.data.loader import Loader
+
+GOLDEN = Path(__file__).parent / "golden" / "indexed"
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory) -> Path:
+    """Two sets in which every token is its place in the stream (the second counts from 10,000)."""
+    folder, rng = tmp_path_factory.mktemp("sets"), random.Random(1)
+    for name, start in (("a", 0), ("b", 10_000)):
+        documents, place = [], start
+        for _ in range(200):
+            length = rng.randrange(1, 60)
+            documents.append([list(range(place, place + length))])
+            place += length
+        write_set(folder / name, documents)
+    return folder
+
+
+def run(loader: Loader, steps: int) -> list[list[int]]:
+    """First tokens of the samples that a rank sees, micro-batch by micro-batch; padding left out."""
+    out = []
+    for batch in itertools.islice(iter(loader), steps * loader.micro_batches):
+        real = (batch.labels != -100).any(dim=1)
+        assert torch.equal(batch.ids[real][:, 1:], batch.labels[real][:, :-1])
+        out.append(batch.ids[real][:, 0].tolist())
+    return out
+
+
+def sequence(config: DataConfig, world: int, steps: int, state: dict | None = None, batch: int = 12, **kwargs):
+    """The global sequence of samples, put together from all ranks, and the state after it."""
+    loaders = [Loader(config, context=16, batch=batch, rank=r, world=world, **kwargs) for r in range(world)]
+    for loader in loaders:
+        if state:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+    seen = [run(loader, steps) for loader in loaders]
+    assert len({tuple(sorted(loader.state_dict().items())) for loader in loaders}) == 1
+    micro = loaders[0].micro_batches
+    rows = [x for s in range(steps) for rank in seen for rows in rank[s * micro : (s + 1) * micro] for x in rows]
+    return rows, loaders[0].state_dict()
+
+
+@pytest.mark.parametrize("order", ["permutation", "official"])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("micro", [1, 2, 5, None])
+def test_every_world_and_micro_batch_sees_the_same_global_sequence(sets, tmp_path, order, world, micro):
+    config = DataConfig(path=str(sets / "a"), order=order, cache=str(tmp_path), split=[1])
+    whole, _ = sequence(config, 1, 40, samples=480)
+    again, state = sequence(config, world, 40, samples=480, micro_batch=micro)
+    assert again == whole and len(whole) == 480 and state["samples_seen"] == 480
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_resume_at_any_point_and_any_shape_goes_on_exactly(sets, data):
+    worlds = st.sampled_from([1, 2, 3, 8])
+    config = DataConfig(path=str(sets / "a"), workers=data.draw(st.integers(0, 3)))
+    whole, _ = sequence(config, 1, 60)
+    first = data.draw(st.integers(0, 30))
+    head, state = sequence(config, data.draw(worlds), first, micro_batch=data.draw(st.integers(1, 12)))
+    tail, _ = sequence(config, data.draw(worlds), 20, state, micro_batch=data.draw(st.integers(1, 12)))
+    assert head + tail == whole[: 12 * (first + 20)]
+    other, _ = sequence(config, data.draw(worlds), 7, state, batch=20)  # another batch size, too
+    assert head + other == whole[: 12 * first + 140]
+
+
+def test_a_state_counts_whole_steps_that_were_handed_out(sets):
+    loader = Loader(DataConfig(path=str(sets / "a")), context=16, batch=8, micro_batch=2)
+    stream = iter(loader)
+    seen = [(next(stream).last, loader.samples_seen) for _ in range(6)]
+    assert seen == [(False, 0), (False, 0), (False, 0), (True, 8), (False, 8), (False, 8)]
+    assert loader.tokens_seen == 128 and loader.epoch == pytest.approx(8 / loader.samples)
+
+
+def test_an_epoch_sees_every_sample_once_and_the_next_in_another_order(sets):
+    config = DataConfig(path=str(sets / "a"), split=[1])
+    loader = Loader(config, context=16, batch=1)
+    both = [x for batch in run(loader, 2 * loader.samples) for x in batch]
+    first, second = both[: loader.samples], both[loader.samples :]
+    assert sorted(first) == sorted(second) == [16 * i for i in range(loader.samples)]
+    assert first != second and first != sorted(first)
+    assert [x for b in run(Loader(config, context=16, batch=1, seed=5), 9) for x in b] != first[:9]
+
+
+def test_one_epoch_ends_and_pads_the_last_step_for_every_rank(sets):
+    config = DataConfig(path=str(sets / "a"), split=[8, 1, 1])
+    loaders = [Loader(config, context=16, batch=8, rank=r, world=3, part="validation", epochs=1) for r in range(3)]
+    rows = [list(loader) for loader in loaders]
+    assert len({len(r) for r in rows}) == 1 and {b.ids.shape for r in rows for b in r} == {(3, 16)}
+    real = [i for r in rows for b in r for i in b.ids[(b.labels != -100).all(dim=1)][:, 0].tolist()]
+    assert len(real) == len(set(real)) == loaders[0].samples
+
+
+def test_batches_are_long_integers_with_the_next_token_as_label(sets):
+    batch = next(iter(Loader(DataConfig(path=str(sets / "a")), context=16, batch=4)))
+    assert batch.ids.dtype == batch.labels.dtype == torch.int64
+    assert batch.ids.shape == batch.labels.shape == (4, 16) and batch.documents is None
+    assert torch.equal(batch.labels, batch.ids + 1)  # a stream of consecutive numbers
+    assert batch.ids.is_contiguous() and batch.labels.is_contiguous()
+
+
+@pytest.mark.parametrize("order", ["permutation", "official"])
+@pytest.mark.parametrize("labels", ["next", "ignore"])
+def test_boundaries_number_the_documents_of_each_sample(sets, tmp_path, order, labels):
+    config = DataConfig(
+        path=str(sets / "a"), boundaries=True, boundary_labels=labels, order=order, cache=str(tmp_path), split=[1]
+    )
+    loader = Loader(config, context=40, batch=64, samples=64)
+    batch = next(iter(loader))
+    starts = {loader.sets[0].document_start(i) for i in range(200)}
+    assert batch.documents is not None and batch.documents.dtype == torch.int32
+    for ids, row_labels, documents in zip(batch.ids.tolist(), batch.labels, batch.documents.tolist(), strict=True):
+        number = 0
+        for t, token in enumerate(ids):
+            number += t > 0 and token in starts  # tokens are places: these begin a document
+            assert documents[t] == number
+            if t + 1 < len(ids):
+                ends = ids[t + 1] in starts
+                assert row_labels[t] == (-100 if ends and labels == "ignore" else ids[t + 1])
+
+
+def test_a_blend_keeps_its_proportions_and_resumes(sets):
+    config = DataConfig(path={str(sets / "a"): 3, str(sets / "b"): 1})
+    whole, state = sequence(config, 1, 20)
+    counts = np.cumsum([x >= 10_000 for x in whole])
+    assert np.abs(counts - np.arange(1, 241) / 4).max() < 1
+    tail, _ = sequence(config, 3, 5, {**state, "samples_seen": 48}, micro_batch=2)
+    assert tail == whole[48:108]
+    loader = Loader(config, context=16, batch=12)
+    loader.load_state_dict(state)
+    assert loader.epoch == pytest.approx(180 / loader.orders[0].count)
+
+
+def test_other_data_or_settings_are_refused_by_name(sets, tmp_path):
+    base = {"path": str(sets / "a"), "cache": str(tmp_path)}
+    loader = Loader(DataConfig(**base), context=16, batch=4)
+    changed = {
+        "data": ({**base, "path": str(sets / "b")}, {}),
+        "order": ({**base, "order": "official"}, {"samples": 10}),
+        "context": (base, {"context": 8}),
+        "split": ({**base, "split": [9, 1]}, {}),
+        "part": (base, {"part": "validation"}),
+        "seed": (base, {"seed": 2}),
+    }
+    for name, (keys, shape) in changed.items():
+        other = Loader(DataConfig(**keys), **{"context": 16, "batch": 4, **shape})
+        with pytest.raises(UserError, match=rf"not those of the saved state \({name} was .*, is .*\)"):
+            other.load_state_dict(loader.state_dict())
+    blend = {str(sets / "a"): 1, str(sets / "b"): 1}
+    with pytest.raises(UserError, match=r"\(data was"):
+        Loader(DataConfig(path=blend), context=16, batch=4).load_state_dict(loader.state_dict())
+    official = [Loader(DataConfig(**{**base, "order": "official"}), context=16, batch=4, samples=n) for n in (10, 20)]
+    with pytest.raises(UserError, match="samples was 10, is 20"):
+        official[1].load_state_dict(official[0].state_dict())
+
+
+def test_the_same_contents_under_another_name_are_the_same_data(sets, tmp_path):
+    for ending in ("bin", "idx"):
+        (tmp_path / f"moved.{ending}").write_bytes((sets / f"a.{ending}").read_bytes())
+    state = Loader(DataConfig(path=str(sets / "a")), context=16, batch=4).state_dict()
+    Loader(DataConfig(path=str(tmp_path / "moved")), context=16, batch=4).load_state_dict(state)
+    raw = bytearray((tmp_path / "moved.bin").read_bytes())
+    raw[0] ^= 1
+    (tmp_path / "moved.bin").write_bytes(raw)
+    with pytest.raises(UserError, match="data was"):
+        Loader(DataConfig(path=str(tmp_path / "moved")), context=16, batch=4).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_token_beyond_the_vocabulary_reaches_the_caller_as_a_sentence(sets, workers):
+    loader = Loader(DataConfig(path=str(sets / "a"), workers=workers), context=16, batch=64, vocab=1000)
+    with pytest.raises(UserError, match=r"a\.bin holds token .* outside the vocabulary of 1000"):
+        for _ in zip(range(10), loader, strict=False):
+            pass
+
+
+@pytest.mark.parametrize(
+    "keys, shape, sentence",
+    [
+        ({"path": None}, {}, "data.path is missing"),
+        ({}, {"part": "training"}, "there is no part 'training'"),
+        ({}, {"batch": 0}, "batch is 0: give a number above 0"),
+        ({}, {"context": 60000}, "has no sample of 60000 \\+ 1 tokens"),
+        ({"order": "official"}, {}, "needs the number of samples"),
+        ({"path": {"{a}": 1, "{b}": 1}, "order": "official"}, {"samples": 9}, "knows one set"),
+        ({"path": {"{a}": 1, "{b}": 1}}, {"epochs": 1}, "a blend has no common epoch"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(sets, tmp_path, keys, shape, sentence):
+    path = keys.get("path", "{a}")
+    named = {"{a}": str(sets / "a"), "{b}": str(sets / "b"), None: None}
+    path = {named[k]: w for k, w in path.items()} if isinstance(path, dict) else named[path]
+    with pytest.raises(UserError, match=sentence):
+        Loader(DataConfig(**{**keys, "path": path, "cache": str(tmp_path)}), **{"context": 16, "batch": 4, **shape})
+
+
+def test_an_empty_official_part_can_be_opened_but_not_read(tmp_path):
+    config = DataConfig(path=str(GOLDEN / "uint16"), order="official", cache=str(tmp_path))
+    loader = Loader(config, context=16, batch=4, samples=8, part="test", allow_empty=True)
+    assert loader.samples == 0 and loader.epoch == 0
+    with pytest.raises(UserError, match="the test part of the data is empty"):
+        next(iter(loader))

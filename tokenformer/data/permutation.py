@@ -1,0 +1,41 @@
+"""A keyed permutation of 0 … n-1 that is computed, not stored: any element by itself, in any order.
+
+Unusual: a Feistel network over the next even number of bits, walked again while it leaves the range (cycle walking).
+"""
+
+import hashlib
+
+import numpy as np
+
+ROUNDS = 8
+
+
+def round_keys(*words: object) -> np.ndarray:
+    """Keys of the network from anything that has a text (fingerprint, seed, epoch)."""
+    digest = hashlib.blake2b("|".join(map(str, words)).encode(), digest_size=8 * ROUNDS).digest()
+    return np.frombuffer(digest, "<u8")
+
+
+def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
+    """Where each index goes.
+
+    >>> sorted(permute(np.arange(5), 5, round_keys("example", 1, 0)).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    if n < 1 or index.size == 0:
+        return index.astype(np.int64)
+    half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
+    value = _feistel(index.astype(np.uint64), half, keys)
+    while (outside := value >= n).any():
+        value[outside] = _feistel(value[outside], half, keys)
+    return value.astype(np.int64)
+
+
+def _feistel(value: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:
+    mask = np.uint64((1 << int(half)) - 1)
+    left, right = value >> half, value & mask
+    for key in keys:
+        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # odd constants with well spread bits; products wrap
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+    return (left << half) | right
