@@ -24,7 +24,6 @@ class OptimizerConfig:
     orthogonal_dtype: Literal["auto", "bf16", "fp32"] = key(
         "type of Muon's Newton–Schulz products; auto: bf16 on a GPU, that of the parameters elsewhere", "auto"
     )
-
     segments: Literal["apart", "joint"] = key(
         "Muon orthogonalises each segment's matrix by itself, or those of a projection's segments as one", "apart"
     )
@@ -119,7 +118,8 @@ class ValidationConfig:
     """Looking at held-out text during the run."""
 
     every: int = key("steps between validations; 0 = only at the end; needs a validation part in the data", 500)
-    samples: int = key("sequences of held-out text each time", 128)
+    samples: int = key("sequences of held-out text, the same each time", 128)
+    batches: int | None = key("instead of samples, as official files have it: that many batches", None)
     generate: int = key("tokens of a sample of text each time; 0 = none", 64)
     prompt: str = key("what the sample goes on from", "The ")
     temperature: float = key("of the sample; 0 = always the likeliest token", 0.8)

@@ -65,7 +65,8 @@ class Optimizer:
             for i in range(0, len(names), many):
                 matrices = [[self.matrices[name] for name in unit] for unit in names[i : i + many]]
                 momenta = [[self.momentum[name] for name in unit] for unit in names[i : i + many]]
-                gradient = torch.stack([_rows([m.grad for m in unit if m.grad is not None]) for unit in matrices]) / divisor
+                gradients = [[m.grad for m in unit if m.grad is not None] for unit in matrices]
+                gradient = torch.stack([_rows(unit) for unit in gradients]) / divisor
                 momentum = torch.stack([_rows(unit) for unit in momenta])
                 momentum = torch.where(skip, momentum, momentum.lerp(gradient, 1 - c.momentum))
                 direction = orthogonalise(

@@ -1,0 +1,33 @@
+"""Train a model into a run folder.
+
+example: tokenformer train lm/150m data.path=prepared/books batch=64 --out runs/books
+         tokenformer train runs/books --resume
+
+CONFIG is a file of ours or an official YAML file, a preset (lm/150m), or a run folder to go on with. An existing run is
+never overwritten: --resume goes on from its newest checkpoint (and begins where there is none, so that a job script can
+always give it). SIGTERM, SIGINT and SIGUSR1 save and leave.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
+    parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
+    parser.add_argument("--out", metavar="RUN", help="run folder (default: runs/ and the config's name)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tokenformer.hub.official_config import load_config
+    from tokenformer.train.trainer import Trainer
+
+    source = Path(args.config)
+    inside = (source / "config.yml").is_file()  # a run
+    names = [source / "config.yml" if inside else args.config, *(s for s in args.settings if "=" not in s)]
+    config = load_config(*names, overrides=[s for s in args.settings if "=" in s])
+    out = Path(args.out) if args.out else source if inside else Path("runs") / source.with_suffix("").name
+    signal = Trainer(config, out, resume=args.resume, command=["tokenformer", *sys.argv[1:]]).run()
+    return 0 if signal is None else 128 + signal

@@ -1,0 +1,296 @@
+"""One loop for every task, parallelism and precision: build → resume → loop → close. No callbacks.
+
+Unusual: nothing reads the device between two log lines; a step with a non-finite loss or gradient is undone on the
+device; everything that must survive is in `parts`; all that can be refused is refused before anything is written.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tokenformer import config as native
+from tokenformer.config import Config
+from tokenformer.errors import UserError
+from tokenformer.files import write_text
+from tokenformer.train import checkpoint, loggers
+from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
+from tokenformer.train.health import Guard, Spikes
+from tokenformer.train.optim import Optimizer
+from tokenformer.train.report import Clock, Report, Totals, memory, peak_flops, profiler
+from tokenformer.train.run import changes, earlier, lock, settle
+from tokenformer.train.schedule import factor
+from tokenformer.train.task import LanguageTask
+from tokenformer.train.wrap import wrap
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what Slurm is asked to send before preemption
+
+
+class Trainer:
+    """Trains what a config says into a run folder. `run()` returns the signal that ended it early, or None.
+
+    `resume` goes on from the newest checkpoint of the run, or begins it where there is none.
+    """
+
+    def __init__(self, config: Config, run: str | Path, *, resume: bool = False, command: list[str] | None = None):
+        self.config, self.folder, self.resuming = config, Path(run), resume
+        self.command = command or sys.argv
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.step = 0
+        self.stop: signal.Signals | None = None
+
+    def run(self) -> signal.Signals | None:
+        self.build()
+        with lock(self.folder), self.signals():
+            self.resume()
+            try:
+                self.loop()
+                self.close()
+            finally:
+                self.report.close()
+        return self.stop
+
+    # build: all that can be refused, nothing written
+
+    def build(self) -> None:
+        if self.world > 1:
+            raise UserError("training on several processes is not there yet: start one process")
+        before = earlier(self.folder, self.resuming)
+        if before is not None and self.config.batch is None:
+            self.config = dataclasses.replace(self.config, batch=before.batch)
+        self.config = settle(self.config, self.world)
+        self.changes = [] if before is None else changes(self.folder, before, self.config)
+        self.found = None if before is None else checkpoint.newest(self.folder)
+        model_config = self.config.model.resolved()
+        if self.found is not None and checkpoint.read_model_config(self.found) != model_config:
+            raise UserError(
+                f"{self.found} holds a model that the config does not lead to: "
+                "resume with the config that the run was made with"
+            )
+        loggers.check(self.config)
+        self.device = pick_device(self.config.train.device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            self.task = LanguageTask(self.config, self.rank, self.world)
+        self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
+        torch.manual_seed(self.config.seed)
+        self.model = self.task.build(model_config, self.device, fill=self.found is None)
+        self.cost = self.model.cost()
+        self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer)
+        self.guard = Guard(self.config.train, self.device)
+        self.spikes = Spikes(self.config.train.spike)
+        self.totals = Totals()
+        self.parts = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
+        self.checkpoints = Checkpoints(self.folder, self.config.checkpoint)
+        self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
+
+    # resume: from the newest complete checkpoint, or from the beginning
+
+    def resume(self) -> None:
+        self.checkpoints.sweep()
+        if self.found is not None:
+            state = checkpoint.read_state(self.found)
+            self.step = state["step"]
+            checkpoint.read_model(self.found, dict(self.model.named_parameters()))
+            self.optimizer.load_state_by_name(checkpoint.read_optimizer(self.found))
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            checkpoint.restore_rng(state["rng"])
+            self.checkpoints.saved = self.step
+        write_text(self.folder / "config.yml", native.to_yaml(self.config))
+        self.report = Report(self.folder, self.config, self.step, self.command)
+        self.announce()
+        wrap(self.model.blocks, self.config.train)
+        self.batches = self.task.batches()
+        self.clock = Clock()
+
+    def announce(self) -> None:
+        c, say = self.config, self.report.say
+        recipe = f"{c.optimizer.kind}, {c.train.precision}, {self.device}"
+        say(f"{self.folder}: {c.model.kind} of {self.cost.parameters:,} parameters, {recipe}")
+        say(
+            f"batch {c.batch} = {c.micro_batch} × {self.task.micro_batches} accumulated × {self.world} ranks, "
+            f"{self.task.tokens_per_step:,} tokens a step, {c.steps} steps"
+        )
+        if self.found is not None:
+            say(f"going on from step {self.step} ({self.found})")
+        for line in (*self.notes, *(f"changed since the last start: {change}" for change in self.changes)):
+            say(line)
+
+    # loop: micro-batches → gradients → (clip, check) → optimizer → schedule → maybe {log, validate, save}
+
+    def loop(self) -> None:
+        c = self.config
+        self.model.train()
+        window = range(c.log.profile[0], sum(c.log.profile)) if c.log.profile else range(0)
+        trace = None
+        while self.step < c.steps and self.stop is None:
+            if self.step in window and trace is None:
+                trace = profiler(self.folder, self.report.say)
+                trace.start()
+            self.train_step()
+            self.step += 1
+            if trace is not None and self.step not in window:
+                trace.stop()
+                trace = None
+            save = self.checkpoints.due(self.step)
+            if self.step % c.log.every == 0 or save or self.step == c.steps or self.stop:
+                self.log()
+            if (c.validation.every and self.step % c.validation.every == 0) or self.step == c.steps:
+                self.validate()
+            if save:
+                self.save()
+        if trace is not None:
+            trace.stop()
+
+    def train_step(self) -> None:
+        c = self.config
+        expected = self.task.tokens_per_step  # divides at once, so that fp16 gradients are those of a mean
+        total = count = torch.zeros((), device=self.device)
+        for _ in range(self.task.micro_batches):
+            loss_sum, labels = self.task.loss(self.model, next(self.batches))
+            (loss_sum * (self.guard.scale / expected)).backward()
+            total, count = total + loss_sum.detach(), count + labels
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        divisor, skip, norm = self.guard.check(gradients, total, count / expected)
+        rate = c.optimizer.rate * factor(c.schedule, self.step, c.steps)
+        self.optimizer.step(rate, divisor, skip)
+        self.optimizer.zero_grad()
+        self.recent.append(torch.stack([total / count, norm, skip, self.guard.scale]))
+        self.guard.update(skip)
+
+    def log(self) -> None:
+        """Reads the device once: what every step since the last log line had."""
+        if not self.recent:
+            return
+        rows = torch.stack(self.recent).tolist()
+        self.recent = []
+        taken = self.clock.training()
+        for step, (loss, _, skipped, _) in enumerate(rows, self.step - len(rows) + 1):
+            if skipped:
+                self.report.row("event", step, what="skipped", loss=loss)
+                self.report.say(f"step {step} was skipped: its loss or gradient is not finite")
+            elif self.spikes(loss):
+                self.report.row("event", step, what="spike", loss=loss)
+                self.report.say(f"step {step}: the loss jumped to {loss:.4f} (mean {self.spikes.mean:.4f})")
+        good = [row for row in rows if not row[2]]
+        tokens, flops = len(rows) * self.task.tokens_per_step, self.cost.training_flops(self.config.model.context)
+        self.totals.tokens += tokens
+        self.totals.flops += tokens * flops
+        self.totals.hours += taken / 3600
+        peak = peak_flops(self.device, self.config.train.precision)
+        values = {
+            "loss": sum(row[0] for row in good) / len(good) if good else math.nan,
+            "norm": rows[-1][1],
+            "rate": self.config.optimizer.rate * factor(self.config.schedule, self.step - 1, self.config.steps),
+            **self.totals.state_dict(),
+            "tokens_per_second": tokens / taken,
+            "mfu": flops * tokens / taken / peak if peak else None,
+            "memory": memory(self.device),
+            "left": (self.config.steps - self.step) * taken / len(rows),
+        }
+        if self.guard.scaled:
+            values["loss_scale"] = rows[-1][3]
+        self.report.progress(self.step, values)
+        in_a_row = int(self.guard.in_a_row)
+        if in_a_row >= self.config.train.skip_limit:
+            self.save(wait=True)
+            raise UserError(
+                f"the loss or gradient was not finite in {in_a_row} steps in a row, up to step {self.step}: the state "
+                f"before them is kept in {self.folder / 'checkpoints'}; lower optimizer.rate or look at the data"
+            )
+
+    def validate(self) -> None:
+        with self.clock.aside():
+            self.model.eval()
+            loss = self.task.validate(self.model)
+            if loss is not None:
+                self.report.row("validation", self.step, loss=loss, perplexity=math.exp(min(loss, 700)))
+                self.report.say(f"step {self.step}: validation loss {loss:.4f}")
+            if self.config.validation.generate:
+                text = self.task.sample(self.model)
+                self.report.row("sample", self.step, text=text)
+                self.report.say(f"step {self.step}: sample: {text!r}")
+            self.model.train()
+
+    def save(self, wait: bool = False) -> None:
+        with self.clock.aside():
+            self.collect()
+            if self.checkpoints.saved == self.step:
+                return
+            state = {"format": 1, "step": self.step, "rng": checkpoint.rng_state()}
+            state |= {name: part.state_dict() for name, part in self.parts.items()}
+            beside = checkpoint.model_files(self.model.config, self.model.history, self.task.tokenizer.to_json())
+            tensors: dict[str, Tensor] = dict(self.model.named_parameters())
+            optimizer = self.optimizer.state_by_name()
+            try:
+                self.checkpoints.save(self.step, tensors, optimizer, beside, state)
+            except CheckpointFailed as error:
+                self.failed(error)
+            if wait:
+                self.collect()
+
+    def collect(self) -> None:
+        """Wait for a checkpoint that is being written in the background, and hear how it went."""
+        try:
+            self.checkpoints.wait()
+        except CheckpointFailed as error:
+            self.failed(error)
+
+    def failed(self, error: CheckpointFailed) -> None:
+        self.report.row("event", self.step, what="checkpoint failed", reason=str(error))
+        said = f"{error}; the checkpoints before it are untouched"
+        if self.config.checkpoint.on_failure == "stop":
+            raise UserError(f"{said}: make room, then go on with: {self.again}") from error
+        self.report.say(f"{said}, and training goes on")
+
+    # close: nothing is lost, and the user knows how to go on
+
+    def close(self) -> None:
+        self.log()
+        self.save(wait=True)
+        saved = f"its state is in {self.folder / 'checkpoints'}" if self.checkpoints.saved == self.step else "not saved"
+        if self.stop is None:
+            self.report.say(f"done after step {self.step}; {saved}")
+        else:
+            self.report.say(f"stopped by {self.stop.name} after step {self.step}; {saved}; go on with: {self.again}")
+
+    @property
+    def again(self) -> str:
+        return f"tokenformer train {self.folder} --resume"
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """The first signal asks the loop to end after its step; a second one ends the process as usual."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def ask(number: int, _frame: object) -> None:
+            self.stop = signal.Signals(number)
+            for each in SIGNALS:
+                signal.signal(each, before[each])
+
+        before = {each: signal.getsignal(each) for each in SIGNALS}
+        for each in SIGNALS:
+            signal.signal(each, ask)
+        try:
+            yield
+        finally:
+            for each in SIGNALS:
+                signal.signal(each, before[each])
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device is cuda, but PyTorch sees no GPU: set train.device=cpu, or mend the driver")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
