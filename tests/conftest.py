@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+torch.set_num_threads(1)  # two test processes share two cores
 DATA = Path(__file__).parent / "data"
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax")
 

@@ -12,7 +12,7 @@ OPEN = {"errors", "files", "terminal", "strict"}
 BELOW = {"config", "ops", "models", "growth", "data", "parallel", "hub"}
 MAY = {
     "errors": set(),
-    "files": {"errors"},
+    "files": {"errors", "terminal"},
     "terminal": {"errors"},
     "strict": {"errors"},
     "config": {"strict", "errors"},

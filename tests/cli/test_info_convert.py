@@ -64,6 +64,17 @@ def test_official_weights_go_there_and_back_bit_equal(golden, tmp_path, target, 
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_official_weights_get_the_tokenizer_that_all_of_them_have(tmp_path):
+    config = load_config("lm/150m", overrides=["model.layers=1", "model.dim=32", "model.heads=2"]).model
+    save(LanguageModel(config), tmp_path / "a", format="official")
+    assert main(["convert", "--to", "hf", str(tmp_path / "a"), "--out", str(tmp_path / "b")]) == 0
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "b")
+    assert tokenizer("Hello world")["input_ids"] == [12092, 1533]
+    assert tokenizer.eos_token_id == 0
+
+
 def test_a_segmented_model_goes_from_ours_to_hf_and_back(tmp_path):
     config = load_config("lm/150m", overrides=[
         "model.layers=2", "model.dim=32", "model.heads=2", "model.vocab=64", "model.qkv_tokens=[4,5]",
@@ -86,7 +97,7 @@ def test_a_segmented_model_goes_from_ours_to_hf_and_back(tmp_path):
         (["info", "lm/150m", "model.heads=7"], "does not divide dim"),
         (["info", "lm/150m", "--context", "1x"], "give lengths such as"),
         (["convert", "--to", "hf", "nowhere/at/all", "--out", "x"], "there is nothing at nowhere/at/all"),
-        (["convert", "--to", "hf", ".", "--out", "x", "--tokenizer", "none.json"], "there is no tokenizer file"),
+        (["convert", "--to", "hf", ".", "--out", "x", "--tokenizer", "none.json"], "there is no tokenizer 'none.json'"),
         (["convert", "--to", "hf", ".", "--out", "tokenformer"], "is there already"),
     ],
 )

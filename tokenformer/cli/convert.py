@@ -7,7 +7,7 @@ tokenformer convert --to official my-folder --out official
 import argparse
 from pathlib import Path
 
-from tokenformer.errors import UserError
+NEOX_VOCAB = 50304  # gpt-neox-20b's 50,277 tokens, padded: what every released model has
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,20 +15,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="*", help="config files, for official weights that have none beside them")
     parser.add_argument("--to", required=True, choices=["ours", "hf", "official"], help="the format to write")
     parser.add_argument("--out", required=True, type=Path, help="the folder to make")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json to put in (default: the source's own)")
+    parser.add_argument(
+        "--tokenizer",
+        help="a tokenizer.json, its folder or gpt-neox-20b, to put in (default: the source's own, or gpt-neox-20b "
+        "for official weights with its vocabulary)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     from tokenformer import hub
+    from tokenformer.data.tokenizer import BUNDLED, load_tokenizer
     from tokenformer.files import refuse_existing
     from tokenformer.hub.official_config import load_config
 
     refuse_existing(args.out)
-    if args.tokenizer and not args.tokenizer.is_file():
-        raise UserError(f"there is no tokenizer file {args.tokenizer}: give the path of a tokenizer.json")
+    text = load_tokenizer(args.tokenizer).to_json() if args.tokenizer else None
     config = load_config(*args.config).model if args.config else None
     model = hub.load(args.source, config=config)
-    text = args.tokenizer.read_text(encoding="utf-8") if args.tokenizer else hub.tokenizer_json(args.source)
+    text = text or hub.tokenizer_json(args.source)
+    if text is None and hub.locate(args.source)[0] == "official" and model.config.vocab == NEOX_VOCAB:
+        text = load_tokenizer(BUNDLED).to_json()
     hub.save(model, args.out, format=args.to, tokenizer_json=text)
     note = "" if text else "; no tokenizer was found beside the weights: add one with --tokenizer"
     print(f"{args.out}: {model.cost().parameters:,} parameters, {args.to} format{note}")
