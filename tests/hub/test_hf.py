@@ -17,6 +17,7 @@ pytest.importorskip("transformers", minversion="5.17")
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     DataCollatorWithFlattening,
     DynamicCache,
     StaticCache,
@@ -88,6 +89,24 @@ def test_golden_logits_through_transformers_and_the_way_back(golden, tmp_path, r
     tokenformer.save(tokenformer.load(tmp_path / "hf"), tmp_path / "back", format="official")
     back = tokenformer.load(tmp_path / "back")
     assert all(torch.equal(a, b) for a, b in zip(native.parameters(), back.parameters(), strict=True))
+
+
+def test_a_folder_carries_its_tokenizer(one, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, 256)}}
+    plain = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenformer.save(one[0], tmp_path / "hf", format="hf", tokenizer_json=plain.to_str())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0 and tokenizer.model_max_length == 32
+    inputs = tokenizer(["w5 w6 w7", "w8"], return_tensors="pt", padding=True)
+    assert set(inputs) == {"input_ids", "attention_mask"} and inputs["input_ids"].tolist() == [[5, 6, 7], [0, 0, 8]]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == 0
+    text = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=3, do_sample=False)[:, 3:])
+    wanted = [one[0].generate(torch.tensor([ids]), 3)[0, -3:].tolist() for ids in ([5, 6, 7], [8])]
+    assert [line.split() for line in text] == [[f"w{i}" for i in ids] for ids in wanted]
 
 
 def test_plain_calls_are_bit_equal_to_native(both):
@@ -358,7 +377,7 @@ def test_the_config_is_ours_under_transformers_names_too(kind, tmp_path):
 def test_what_cannot_be_done_is_refused_in_a_sentence(one):
     model = one[1]
     with pytest.raises(UserError, match="give input_ids"):
-        model(inputs_embeds=torch.zeros(1, 2, 64), input_ids=IDS)
+        model(inputs_embeds=torch.zeros(1, 2, 64))
     with pytest.raises(UserError, match="leave it out"):
         model(IDS, output_attentions=True)
     with pytest.raises(UserError, match="did you mean 'qkv_tokens'"):

@@ -136,7 +136,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
@@ -152,7 +152,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         `skip_logits`: with labels make no logits, the loss comes in chunks; by default so in training.
         `inputs_embeds` and `output_attentions` are refused: the model reads ids, and fused attention keeps no weights.
         """
-        if kwargs.get("inputs_embeds") is not None:
+        if input_ids is None or kwargs.get("inputs_embeds") is not None:
             raise UserError("inputs_embeds cannot be given to a TokenFormer, which reads token ids: give input_ids")
         if kwargs.get("output_attentions") or self.config.output_attentions:
             raise UserError("output_attentions is not possible, since fused attention keeps no weights: leave it out")
@@ -211,7 +211,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         )
         if seen is None or seen.dtype == torch.bool:
             return seen
-        return seen.to(self.dtype) if seen.is_floating_point() else seen.bool()
+        return seen.to(self.model.compute_dtype or self.dtype) if seen.is_floating_point() else seen.bool()
 
     @contextlib.contextmanager
     def _states(self, wanted: bool | None) -> Iterator[list[Tensor]]:
