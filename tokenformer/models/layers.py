@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
 from tokenformer.ops.attention import attention
-from tokenformer.ops.pattention import Segments, pattention, pattention_group
+from tokenformer.ops.pattention import Segments, normalise, pattention, pattention_group
 from tokenformer.ops.rotary import rotate
 
 
@@ -68,6 +68,11 @@ class Pattention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return pattention(x, self.parts(x.dtype), theta=self.theta, mask=mask)
+
+    def activations(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Scores and Θ(scores) of each segment: a token adds its activation times its value to the output."""
+        scores = [x @ key_ND.T for key_ND, _, _ in self.parts(x.dtype)]
+        return [(a, normalise(a, self.theta, s.tau)) for a, s in zip(scores, self.segments, strict=True)]
 
     def extra_repr(self) -> str:
         return f"theta={self.theta}"

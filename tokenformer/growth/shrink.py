@@ -1,0 +1,204 @@
+"""Fewer parameter tokens: those that do least on given text, or the newest, go; τ follows what is left.
+
+Importance of token j is the energy of what it adds to the output, Σ over rows of ‖S_j·v_j‖², summed in float64 over
+all the text that is given (nothing sampled or approximated). q, k and v keep equally many, each its own tokens.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tokenformer.config import PROJECTIONS
+from tokenformer.errors import UserError
+from tokenformer.growth.measure import KIND, Where, layers, mass, segments, watch
+from tokenformer.growth.model import hold
+from tokenformer.growth.shape import Table, sizes, table, total, with_table
+from tokenformer.growth.verify import loss
+from tokenformer.models import LanguageModel
+from tokenformer.strict import need
+
+
+def energy(model: LanguageModel, ids: Tensor) -> dict[Where, Tensor]:
+    """Σ over rows of ‖S_j·v_j‖² for each token j of each segment, exactly, in float64."""
+    sums: dict[Where, Tensor] = {}
+
+    def see(where: Where, _score_TN: Tensor, active_TN: Tensor) -> None:
+        sums[where] = sums.get(where, 0) + active_TN.square().sum(0)
+
+    watch(model, ids, see)
+    return {where: sums[where] * s.value_tokens.detach().double().square().sum(1) for where, s in segments(model)}
+
+
+def shrink(
+    model: LanguageModel,
+    ids: Tensor | None = None,
+    *,
+    qkv_tokens: int | None = None,
+    proj_tokens: int | None = None,
+    ffn_tokens: int | None = None,
+    ratio: float | None = None,
+    by: str = "energy",
+    across: str = "layer",
+    tau: str | None = None,
+) -> LanguageModel:
+    """A smaller model. Sizes are totals afterwards, for each layer; `ratio` is the share that stays instead.
+
+    `by`: `energy` (needs ids (B, T) of real text) or `newest` (the last rows of the last segments go first).
+    `across`: every layer keeps as many (`layer`), or as many are kept in all layers together, where they do most
+    (`model`). `tau`: `match` (such that Θ of what stays is as large as it was, in the mean over the ids; the default
+    with ids, measured best), `sqrt_n` (times the root of the share of tokens that stay; the default without) or `hold`.
+    With ids, the change in loss stands in the history.
+
+    >>> from tokenformer import LanguageModel, ModelConfig
+    >>> config = ModelConfig(layers=1, dim=32, heads=4, qkv_tokens=16, proj_tokens=16, ffn_tokens=64, vocab=128)
+    >>> smaller = shrink(LanguageModel(config), torch.arange(64).view(2, 32), ratio=0.5)
+    >>> smaller.config.ffn_tokens, smaller.config.qkv_tokens
+    (32, 8)
+    """
+    targets = {"qkv": qkv_tokens, "proj": proj_tokens, "ffn": ffn_tokens}
+    old = table(model.config)
+    budget = _budget(model, {w: n for w, n in targets.items() if n is not None}, ratio)
+    need(by in ("energy", "newest"), f"by is '{by}', but must be energy or newest")
+    need(across in ("layer", "model"), f"across is '{across}', but must be layer or model")
+    tau = tau or ("sqrt_n" if ids is None else "match")
+    need(tau in ("match", "hold", "sqrt_n"), f"tau is '{tau}', but must be match, hold or sqrt_n")
+    if ids is None and (by == "energy" or tau == "match"):
+        raise UserError(
+            f"shrinking by {by} with tau={tau} measures on text: give token ids, or by=newest with another tau"
+        )
+    need(by == "energy" or across == "layer", "the newest tokens are taken from every layer: leave across out")
+    if by == "newest":
+        kept = _newest(old, budget)
+    else:
+        assert ids is not None
+        kept = _strongest(energy(model, ids), old, budget, across)
+    scales = _scales(model, ids, kept, tau)
+    return _cut(model, kept, scales, ids, {"by": by, "across": across, "tau": tau})
+
+
+def _budget(model: LanguageModel, targets: Mapping[str, int], ratio: float | None) -> dict[str, list[int]]:
+    """How many tokens of each kind each layer keeps (all layers together, where they share)."""
+    config = model.config
+    need(config.kind == "tokenformer", f"kind {config.kind} has no parameter tokens to remove")
+    need(bool(targets) != (ratio is not None), "give how many tokens stay (qkv, proj, ffn), or a ratio, and not both")
+    need(ratio is None or 0 < ratio < 1, f"ratio is {ratio}: it is the share that stays, between 0 and 1")
+    found = {}
+    for which in PROJECTIONS:
+        counts = [total(s) for s in table(config)[which]]
+        target = targets.get(which)
+        if ratio is not None:
+            found[which] = [max(1, round(ratio * n)) for n in counts]
+        elif target is not None:
+            need(
+                0 < target < max(counts),
+                f"{which}_tokens is {target}, but a layer has at most {max(counts)}: give a smaller number above 0",
+            )
+            found[which] = [min(target, n) for n in counts]
+        else:
+            found[which] = counts
+    return found
+
+
+def _newest(old: Table, budget: dict[str, list[int]]) -> dict[Where, Tensor]:
+    """The first rows stay."""
+    kept: dict[Where, Tensor] = {}
+    for name, which in KIND.items():
+        for layer, of_layer in enumerate(old[which]):
+            left = budget[which][layer]
+            for i, (n, _) in enumerate(of_layer):
+                kept[layer, name, i] = torch.arange(min(n, left))
+                left -= min(n, left)
+    return kept
+
+
+def _strongest(
+    energies: dict[Where, Tensor], old: Table, budget: dict[str, list[int]], across: str
+) -> dict[Where, Tensor]:
+    """The rows with most energy stay. The r-th strongest of q, of k and of v stand or fall together.
+
+    Over all layers shares of a layer's energy are compared: the layers' streams have different sizes.
+    """
+    kept: dict[Where, Tensor] = {}
+    for which in PROJECTIONS:
+        names = [name for name, kind in KIND.items() if kind == which]
+        pool: list[tuple[float, int, int]] = []  # (share of energy, layer, segment) of each rank, q, k and v added
+        for layer, of_layer in enumerate(old[which]):
+            parts = {name: [energies[layer, name, i] for i in range(len(of_layer))] for name in names}
+            whole = {name: max(sum(e.sum().item() for e in part), 1e-300) for name, part in parts.items()}
+            for i, (n, _) in enumerate(of_layer):
+                ranks = sum(
+                    (parts[name][i].sort(descending=True).values / whole[name] for name in names), torch.zeros(n)
+                )
+                pool += [(share, layer, i) for share in ranks.tolist()]
+        pool.sort(key=lambda entry: -entry[0])
+        counts: Counter[tuple[int, int]] = Counter()
+        every = range(len(old[which]))
+        groups = [(every, sum(budget[which]))] if across == "model" else [([k], budget[which][k]) for k in every]
+        for group, keep in groups:
+            among = [(layer, i) for _, layer, i in pool if layer in group]
+            first = [next(entry for entry in among if entry[0] == layer) for layer in group]  # none is left empty
+            for entry in first:
+                among.remove(entry)
+            counts.update([*first, *among][:keep])
+        for layer, name, i in energies:
+            if name in names:
+                order = energies[layer, name, i].argsort(descending=True, stable=True)
+                kept[layer, name, i] = order[: counts[layer, i]].sort().values
+    return kept
+
+
+def _scales(model: LanguageModel, ids: Tensor | None, kept: dict[Where, Tensor], tau: str) -> dict[Where, float]:
+    """τ of what stays of each segment."""
+    whole = {where: s.tau for where, s in segments(model)}
+    if tau == "hold":
+        return whole
+    if tau == "sqrt_n":
+        return {where: s.tau * math.sqrt(len(kept[where]) / len(s.key_tokens)) for where, s in segments(model)}
+    assert ids is not None
+    shares: dict[Where, list[Tensor]] = {}
+
+    def see(where: Where, score_TN: Tensor, _active_TN: Tensor) -> None:
+        layer, name, i = where
+        mass_TN = mass(score_TN, model.config.theta)
+        all_T, part_T = mass_TN.sum(-1), mass_TN[:, kept[where].to(mass_TN.device)].sum(-1)
+        shares.setdefault((layer, KIND[name], i), []).append((part_T / all_T)[all_T > 0])  # q, k and v have one τ
+
+    watch(model, ids, see)
+    mean = {where: torch.cat(parts).mean().item() for where, parts in shares.items()}
+    return {(layer, name, i): t * math.sqrt(mean[layer, KIND[name], i]) for (layer, name, i), t in whole.items()}
+
+
+def _cut(
+    model: LanguageModel, kept: dict[Where, Tensor], scales: dict[Where, float], ids: Tensor | None, how: dict
+) -> LanguageModel:
+    """The model of the rows that stay; a segment without any is gone."""
+    names = {which: next(name for name, kind in KIND.items() if kind == which) for which in PROJECTIONS}
+    new: Table = {
+        which: [
+            [
+                (len(kept[layer, name, i]), scales[layer, name, i])
+                for i in range(len(of_layer))
+                if len(kept[layer, name, i])
+            ]
+            for layer, of_layer in enumerate(table(model.config)[which])
+        ]
+        for which, name in names.items()
+    }
+    tensors = {n: p.detach().clone() for n, p in model.named_parameters() if ".segments." not in n}
+    for layer, name, module in layers(model):
+        path = f"blocks.{layer}.{'ffn' if name == 'ffn' else f'attention.{name}'}.segments"
+        rows = [(s, kept[layer, name, i].to(s.key_tokens.device)) for i, s in enumerate(module.segments)]
+        for i, (segment, row) in enumerate(pair for pair in rows if len(pair[1])):
+            tensors[f"{path}.{i}.key_tokens"] = segment.key_tokens.detach()[row]
+            tensors[f"{path}.{i}.value_tokens"] = segment.value_tokens.detach()[row]
+    config = with_table(model.config, new)
+    event = {"what": "shrink", "number": len(model.history), **how}
+    event |= {"before": sizes(model.config), "after": sizes(config)}
+    smaller = hold(type(model), config, tensors, [*model.history, event])
+    smaller.compute_dtype = model.compute_dtype
+    if ids is not None:
+        event |= {"loss_before": loss(model, ids), "loss_after": loss(smaller, ids)}
+    return smaller.train(model.training)
