@@ -4,15 +4,24 @@ The manifest is written last, so its presence says that a folder is complete.
 """
 
 import contextlib
+import errno
 import hashlib
+import http.client
 import json
 import os
+import re
 import shutil
+import socket
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenformer.errors import UserError
+from tokenformer.terminal import meter
 
 MANIFEST = "manifest.json"
 
@@ -126,3 +135,106 @@ def check_manifest(folder: str | Path, checksums: bool = True) -> None:
             raise UserError(f"{path} is missing although the manifest lists it: get the folder anew")
         if path.stat().st_size != entry["bytes"] or (checksums and sha256(path) != entry["sha256"]):
             raise UserError(f"{path} is not the file that its manifest describes: get the folder anew")
+
+
+# Downloads: `<name>.part` grows beside the target, `<name>.part.json` says which version of the file it is of.
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Keeps the checksum that a hub names while it sends us on to its storage."""
+
+    linked = ""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        self.linked = self.linked or (headers.get("X-Linked-Etag") or "").strip('"')
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def download(url: str, path: str | Path, *, checksum: str | None = None, tries: int = 5, pause: float = 1.0) -> Path:
+    """Fetch a file: broken off it goes on where it was, changed meanwhile it starts over; whole and checked it takes
+    its name. `checksum` is a sha256; Hugging Face's own is used where it gives one.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, about = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
+    failures = 0
+    with meter(f"fetching {path.name}", None) as show:
+        while True:
+            had = part.stat().st_size if part.exists() else 0
+            try:
+                linked = _fetch(url, part, about, show)
+                break
+            except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                    raise UserError(
+                        f"there is no room left for {path}: free some and start again to continue"
+                    ) from None
+                have = part.stat().st_size if part.exists() else 0
+                failures = 1 if have > had else failures + 1
+                offline = isinstance(getattr(error, "reason", None), socket.gaierror)
+                if failures >= tries or offline:
+                    kept = f" ({have / 1e6:.1f} MB are kept)" if have else ""
+                    raise UserError(
+                        f"{url} could not be fetched ({getattr(error, 'reason', None) or error}): go online and start "
+                        f"again to continue{kept}, or give the path of a local copy"
+                    ) from None
+                time.sleep(pause * 2 ** (failures - 1))
+    expected = checksum or linked
+    if expected and sha256(part) != expected:
+        part.unlink()
+        about.unlink()
+        raise UserError(f"what came from {url} does not have the checksum {expected}: start again to fetch it anew")
+    sync(part)
+    os.replace(part, path)
+    about.unlink()
+    sync(path.parent)
+    return path
+
+
+def _fetch(url: str, part: Path, about: Path, show: Callable[[float, str], None]) -> str:
+    """One request; appends to `part` and returns when it is whole, with the sha256 that the hub names, if any."""
+    known: dict[str, Any] = json.loads(about.read_text()) if about.exists() and part.exists() else {}
+    have = part.stat().st_size if known.get("version") else 0  # without a version we could not know what to continue
+    redirects = _Redirects()
+    request = urllib.request.Request(url, headers={"User-Agent": "tokenformer"})
+    if have:
+        request.add_header("Range", f"bytes={have}-")
+        request.add_header("If-Range", known["version"])
+    try:
+        answer = urllib.request.build_opener(redirects).open(request, timeout=30)
+    except urllib.error.HTTPError as error:
+        if error.code == 416:  # nothing behind what we have: whole, or another file now
+            if error.headers.get("Content-Range") == f"bytes */{have}" and known.get("total") == have:
+                return known["sha256"]
+            part.unlink()
+            raise OSError("the file changed, starting over") from None
+        if error.code >= 500 or error.code in (408, 429):
+            raise
+        raise UserError(f"{url} answers {error.code} {error.reason}: give the path of a local copy instead") from None
+    with answer:
+        match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range") or "")
+        if answer.status == 206 and (not match or [int(n) for n in match.groups()] != [have, known.get("total")]):
+            part.unlink()
+            raise OSError("the server sent another range than was asked for, starting over")
+        if answer.status != 206:
+            have, length = 0, answer.headers.get("Content-Length")
+            tag = answer.headers.get("ETag") or "W/"
+            version = answer.headers.get("Last-Modified") if tag.startswith("W/") else tag
+            known = {"version": version, "total": int(length) if length else None}
+            known["sha256"] = redirects.linked if re.fullmatch("[0-9a-f]{64}", redirects.linked) else ""
+            part.write_bytes(b"")
+            write_text(about, json.dumps(known))
+        start, before, total = time.monotonic(), have, known["total"]
+        with open(part, "ab") as file:
+            while block := answer.read(1 << 16):
+                file.write(block)
+                have += len(block)
+                rate = (have - before) / 1e6 / max(time.monotonic() - start, 1e-9)
+                left = f", {(total - have) / 1e6 / rate:.0f} s left" if total and rate else ""
+                whole = f" of {total / 1e6:.1f}" if total else ""
+                show(have, f"{have / 1e6:.1f}{whole} MB, {rate:.1f} MB/s{left}")
+    if total is not None and have < total:
+        raise OSError(f"it broke off after {have:,} of {total:,} bytes")
+    return known["sha256"]

@@ -16,6 +16,7 @@ from tokenformer.config import DataConfig
 from tokenformer.data.indexed import write_set
 from tokenformer.data.loader import Loader
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*cut by tokens")
 GOLDEN = Path(__file__).parent / "golden" / "indexed"
 
 
@@ -208,6 +209,12 @@ def test_what_cannot_work_is_said_before_anything_starts(sets, tmp_path, keys, s
     path = {named[k]: w for k, w in path.items()} if isinstance(path, dict) else named[path]
     with pytest.raises(UserError, match=sentence):
         Loader(DataConfig(**{**keys, "path": path, "cache": str(tmp_path)}), **{"context": 16, "batch": 4, **shape})
+
+
+def test_a_part_that_is_cut_by_tokens_says_so(sets):
+    with pytest.warns(UserWarning, match="a: 200 documents are too few, test would get none: cut by tokens"):
+        loader = Loader(DataConfig(path=str(sets / "a")), context=4, batch=1, part="test")
+    assert loader.samples == 1
 
 
 def test_an_empty_official_part_can_be_opened_but_not_read(tmp_path):

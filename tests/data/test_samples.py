@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenformer.data.indexed import Indexed, write_set
 from tokenformer.data.official_order import OfficialOrder
 from tokenformer.data.permutation import permute, round_keys
-from tokenformer.data.samples import Blend, PermutedOrder, bounds, token_range
+from tokenformer.data.samples import Blend, PermutedOrder, bounds, part_edges
 
 GOLDEN = Path(__file__).parent / "golden" / "indexed"
 ORDER = json.loads((GOLDEN / "sample_order.json").read_text())
@@ -133,20 +133,15 @@ def test_every_token_but_the_first_is_a_target_once_an_epoch(tmp_path_factory, t
 
 
 def test_parts_are_whole_documents(tmp_path):
-    source = stream(tmp_path, 1000, 50)
-    ranges = [token_range(source, [80, 10, 10], part) for part in ("train", "validation", "test")]
-    assert ranges == [(0, 800), (800, 900), (900, 1000)]
+    assert part_edges(stream(tmp_path, 1000, 50), [80, 10, 10]) == ([0, 800, 900, 1000], "")
 
 
 def test_a_part_without_a_document_is_cut_by_tokens_and_says_so(tmp_path):
-    source = stream(tmp_path, 1000, 2)
-    with pytest.warns(UserWarning, match="validation and test would get none: cut by tokens"):
-        ranges = [token_range(source, [969, 30, 1], part) for part in ("train", "validation", "test")]
-    assert ranges == [(0, 969), (969, 999), (999, 1000)]
-    source = stream(tmp_path, 1000, 25)  # training keeps whole documents, and so does what validation begins with
-    with pytest.warns(UserWarning, match="test would get none"):
-        ranges = [token_range(source, [969, 30, 1], part) for part in ("train", "validation", "test")]
-    assert ranges == [(0, 960), (960, 999), (999, 1000)]
+    edges, note = part_edges(stream(tmp_path, 1000, 2), [969, 30, 1])
+    assert edges == [0, 969, 999, 1000] and note.endswith("validation and test would get none: cut by tokens")
+    edges, note = part_edges(stream(tmp_path, 1000, 25), [969, 30, 1])
+    assert edges == [0, 960, 999, 1000] and "test would get none" in note  # training keeps whole documents
+    assert part_edges(stream(tmp_path, 1000, 1), [1]) == ([0, 1000, 1000, 1000], "")
 
 
 @settings(max_examples=80, deadline=None)

@@ -25,7 +25,7 @@ class Verb(argparse.ArgumentParser):
     mixing = False
 
     def parse_known_args(self, args=None, namespace=None):
-        if self.mixing:
+        if self.mixing or self._subparsers is not None:  # a verb with actions: they mix, it does not
             return super().parse_known_args(args, namespace)
         self.mixing = True  # what follows calls this again
         return self.parse_known_intermixed_args(args, namespace)

@@ -5,6 +5,7 @@ Shapes: B rows of a micro-batch, T context.
 """
 
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from torch import Tensor
 from tokenformer.config import DataConfig
 from tokenformer.data.indexed import Indexed, description_path
 from tokenformer.data.official_order import OfficialOrder
-from tokenformer.data.samples import PARTS, Blend, PermutedOrder, bounds, token_range
+from tokenformer.data.samples import PARTS, Blend, PermutedOrder, bounds, part_edges
 from tokenformer.data.tokenizer import FileTokenizer, Tokenizer, fingerprint, load_tokenizer
 from tokenformer.errors import UserError
 
@@ -96,7 +97,10 @@ class Loader:
 
     def _order(self, source: Indexed, samples: int | None, name: str) -> PermutedOrder | OfficialOrder:
         if self.config.order == "permutation":
-            start, stop = token_range(source, self.config.split, self.part)
+            edges, note = part_edges(source, self.config.split)
+            if note:
+                warnings.warn(f"{source.prefix.name}: {note}", stacklevel=4)
+            start, stop = edges[PARTS.index(self.part) :][:2]
             return PermutedOrder(source, start, stop, self.context, self.seed, name)
         if len(self.sets) > 1:
             raise UserError("data.order official knows one set: use order permutation for a blend")

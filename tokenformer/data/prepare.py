@@ -127,8 +127,6 @@ def take_shard(sources: list[Source], shard: tuple[int, int] | None) -> list[Sou
     if shard is None:
         return sources
     i, n = shard
-    if not 1 <= i <= n:
-        raise UserError(f"--shard {i}/{n} does not exist: shards count from 1/{n} to {n}/{n}")
     if len(sources) < n:
         raise UserError(
             f"{len(sources)} files cannot be shared out over {n} shards: give at most {len(sources)} shards"
@@ -137,7 +135,7 @@ def take_shard(sources: list[Source], shard: tuple[int, int] | None) -> list[Sou
 
 
 def prepare(
-    inputs: Sequence[str | Path],
+    inputs: Sequence[str | Path] | Callable[[], Sequence[str | Path]],
     out: str | Path,
     name: str,
     *,
@@ -150,7 +148,8 @@ def prepare(
     say: Callable[[str], object] = lambda sentence: None,
 ) -> Path:
     """Prepare `<out>/<name>_text_document.{bin,idx}` and `<out>/<name>.json`; gives the prefix. Continues what an
-    interrupted call with the same input and settings began.
+    interrupted call with the same input and settings began. Inputs that must be fetched first may be a function: it is
+    called when everything else was found to be right.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -163,8 +162,9 @@ def prepare(
     if workers < 1:
         raise UserError(f"--workers {workers} cannot work: give 1 or more")
     encoder = load_tokenizer(tokenizer, end)
-    sources = take_shard(find_sources(inputs), shard)
     if shard:
+        if not 1 <= shard[0] <= shard[1]:
+            raise UserError(f"there is no shard {shard[0]} of {shard[1]}: they count from 1 to {shard[1]}")
         name = f"{name}-{shard[0]}-of-{shard[1]}"
     prefix = Path(out) / (name + indexed.SUFFIX)
     targets = {
@@ -182,6 +182,8 @@ def prepare(
 
     if not (folder / "final").exists():
         refuse_existing()
+    inputs = inputs() if callable(inputs) else inputs
+    sources = take_shard(find_sources(inputs), shard)
     dtype = np.dtype(dtype_for(encoder.vocab_size))
     work = Work(folder, _settings(reading, encoder), [_stamp(s) for s in sources], dtype.itemsize)
     try:

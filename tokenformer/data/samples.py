@@ -5,7 +5,6 @@ sample stands at a position is arithmetic (a keyed permutation of each epoch); s
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -34,25 +33,24 @@ def bounds(total: int, shares: Sequence[float]) -> list[int]:
     return [0, *(place - over for place in places[1:])]
 
 
-def token_range(source: Indexed, shares: Sequence[float], part: str) -> tuple[int, int]:
-    """The tokens of a part: whole documents. A part that would get none is cut from its neighbours by tokens."""
+def part_edges(source: Indexed, shares: Sequence[float]) -> tuple[list[int], str]:
+    """Where the parts begin and end in the stream, and a sentence where not all of them are whole documents.
+
+    A part that would get no document is cut from its neighbours by tokens.
+    """
     shares = [*shares, 0.0, 0.0][:3]
     places, total = bounds(source.documents, shares), len(source.tokens)
+    edges = [source.document_start(p) for p in places]
     wanted = [i for i in range(3) if shares[i] > 0]
     starved = {i for i in wanted if places[i + 1] <= places[i]}
-    edges = [source.document_start(p) for p in places]
-    if starved:
-        names = " and ".join(PARTS[i] for i in sorted(starved))
-        warnings.warn(
-            f"{source.prefix.name} has {source.documents:,} documents, so that {names} would get none: cut by tokens",
-            stacklevel=2,
-        )
-        cuts = bounds(total, shares)
-        edges = [0, *(cuts[i] if starved & {i - 1, i} else edges[i] for i in (1, 2)), total]
-        if any(edges[i + 1] <= edges[i] for i in wanted):
-            edges = cuts
-    number = PARTS.index(part)
-    return edges[number], edges[number + 1]
+    if not starved:
+        return edges, ""
+    cuts = bounds(total, shares)
+    edges = [0, *(cuts[i] if starved & {i - 1, i} else edges[i] for i in (1, 2)), total]
+    if any(edges[i + 1] <= edges[i] for i in wanted):
+        edges = cuts
+    names = " and ".join(PARTS[i] for i in sorted(starved))
+    return edges, f"{source.documents:,} documents are too few, {names} would get none: cut by tokens"
 
 
 class PermutedOrder:

@@ -1,0 +1,77 @@
+"""Train a tokenizer from text, or say what one is.
+
+tokenformer tokenizer train books/*.txt --vocab 8192 --out tokenizer.json
+tokenformer tokenizer info gpt-neox-20b
+"""
+
+import argparse
+from pathlib import Path
+
+from tokenformer import files
+from tokenformer.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    train = actions.add_parser("train", help="a byte-level BPE of a given size from text")
+    train.add_argument("inputs", nargs="+", metavar="INPUT", help="files, folders, globs, or -")
+    train.add_argument("--vocab", type=int, required=True, metavar="N", help="how many ids it has, 257 or more")
+    train.add_argument("--out", default="tokenizer.json", metavar="FILE")
+    train.add_argument("--format", choices=["text", "jsonl", "parquet"], help="instead of what the names end in")
+    train.add_argument("--field", default="text", help="of JSON lines or Parquet (default: text)")
+    train.set_defaults(action=_train)
+    info = actions.add_parser("info", help="size, end of document, padded size")
+    info.add_argument("name", help="gpt-neox-20b, byte, or a path")
+    info.add_argument("--text", help="show how a text is cut")
+    info.set_defaults(action=_info)
+
+
+def run(args: argparse.Namespace) -> None:
+    args.action(args)
+
+
+def _train(args: argparse.Namespace) -> None:
+    from tokenformer.data.sources import find_sources
+    from tokenformer.data.texts import Reading, read_units
+    from tokenformer.data.tokenizer import load_tokenizer, train_tokenizer
+    from tokenformer.terminal import meter
+
+    files.refuse_existing(args.out)
+    if args.vocab < 257:
+        raise UserError(f"--vocab {args.vocab} cannot hold all bytes and the end of a document: give 257 or more")
+    sources = find_sources(args.inputs)
+    reading, cuts = Reading(format=args.format, field=args.field), load_tokenizer("gpt-neox-20b").cuts
+    done = 0
+
+    def seen(count: int) -> None:
+        nonlocal done
+        done += count
+        show(done, f"{done / 1e6:.1f} MB read")
+
+    with meter("training a tokenizer", sum(s.bytes for s in sources) or None) as show:
+        units = (unit.text for source in sources for unit in read_units(source, reading, cuts, seen))
+        tokenizer = train_tokenizer(units, args.vocab)
+    if tokenizer.vocab_size < args.vocab:
+        raise UserError(
+            f"the text gives only {tokenizer.vocab_size} ids, not {args.vocab}: give more text or a smaller --vocab"
+        )
+    files.write_text(args.out, tokenizer.to_json())
+    print(Path(args.out))
+
+
+def _info(args: argparse.Namespace) -> None:
+    from tokenformer.data.tokenizer import fingerprint, load_tokenizer, padded_vocab
+    from tokenformer.terminal import table
+
+    tokenizer = load_tokenizer(args.name)
+    rows = [
+        ["ids", tokenizer.vocab_size],
+        ["padded for a model", padded_vocab(tokenizer.vocab_size)],
+        ["end of document", tokenizer.end_of_document],
+        ["special ids", ", ".join(map(str, tokenizer.special_ids)) or "–"],
+        ["long texts are cut", "yes" if tokenizer.cuts else "no (needs memory for a whole document)"],
+        ["sha256", fingerprint(tokenizer)],
+    ]
+    table(["tokenizer", tokenizer.name], rows)
+    if args.text is not None:
+        print(" ".join(f"{i}:{tokenizer.decode([i])!r}" for i in tokenizer.encode(args.text)))
