@@ -1,16 +1,40 @@
 """Growth of a model as it stands: a plan, its tensors, a module around them. And the view of the first segments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokenformer.config import ModelConfig
+from tokenformer.growth.net2net import stack, widen
 from tokenformer.growth.plan import Plan
 from tokenformer.growth.shape import table, with_table
-from tokenformer.growth.tokens import plan
+from tokenformer.growth.tokens import plan as by_tokens
 from tokenformer.models import LanguageModel
 from tokenformer.strict import need
+
+SIZES = {"qkv_tokens", "proj_tokens", "ffn_tokens", "layers"}
+
+
+def plan(config: ModelConfig, names: Iterable[str], **how: Any) -> Plan:
+    """The plan that the arguments of `grow` ask for: by tokens and blocks, by width, or by stacking."""
+    how = {name: value for name, value in how.items() if value is not None}
+    origin = {name: how.pop(name) for name in ("seed", "number") if name in how}
+    wide = {name: how.pop(name) for name in ("dim", "ffn_dim", "widen", "noise") if name in how}
+    new_layers = how.pop("new_layers", "identity")
+    need(new_layers in ("identity", "stack"), f"new_layers is '{new_layers}', but must be identity or stack")
+    if "dim" in wide or "ffn_dim" in wide:
+        need(not how.keys() & SIZES, "widening is a growth of its own: give tokens and layers to another one")
+        rule = wide.pop("widen", "net2net")
+        return widen(config, names, **wide, rule=rule, **origin)
+    if new_layers == "stack":
+        need(
+            "layers" in how and not how.keys() & SIZES - {"layers"},
+            "stacking is a growth of its own: give layers alone",
+        )
+        return stack(config, names, layers=how["layers"], **origin)
+    return by_tokens(config, names, **how, **origin)
 
 
 def grow(
@@ -20,18 +44,25 @@ def grow(
     proj_tokens: int | None = None,
     ffn_tokens: int | None = None,
     layers: int | None = None,
-    positions: str | Sequence[int] = "even",
-    new_tokens: str | Mapping[str, str] = "segment",
+    positions: str | Sequence[int] | None = None,
+    new_tokens: str | Mapping[str, str] | None = None,
     tau: str | Mapping[str, str] | None = None,
+    new_layers: str | None = None,
+    dim: int | None = None,
+    ffn_dim: int | None = None,
+    widen: str | None = None,
+    noise: float | None = None,
     seed: int = 0,
     share: bool = False,
 ) -> LanguageModel:
     """A bigger model that computes the same. Sizes are totals afterwards; the old model stays as it is.
 
-    `new_tokens`: `segment` (its own normalisation; exact for every Θ), `zero_key` (exact with held τ, not for softmax),
-    `zero_value`, `random` (the official rule); for all, or one each: `{"ffn": "random", "qkv": "segment"}`.
-    `layers` puts identity blocks in: `positions` is `even`, `end` or the new blocks' layer numbers.
-    With `share` the Parameters that did not change are the old model's own; otherwise they are copied.
+    `new_tokens`: `segment` (default: its own normalisation; exact for every Θ), `zero_key` (exact with held τ, not for
+    softmax), `zero_value`, `random` (the official rule); for all, or one each: `{"ffn": "random", "qkv": "segment"}`.
+    `tau` of appended rows: `hold` (default of `zero_key`) or `sqrt_n`. `layers` puts identity blocks in: `positions` is
+    `even` (default), `end` or their layer numbers. To compare with: `new_layers="stack"` copies blocks, `dim` and
+    `ffn_dim` widen by Net2Net (`widen="block"`: the paper's form). With `share` the Parameters that did not change are
+    the old model's own; otherwise they are copied.
 
     >>> from tokenformer import LanguageModel, ModelConfig
     >>> config = ModelConfig(layers=2, dim=32, heads=4, qkv_tokens=16, proj_tokens=16, ffn_tokens=64, vocab=128)
@@ -43,10 +74,12 @@ def grow(
     >>> torch.allclose(bigger(ids).logits, model(ids).logits, atol=1e-6)
     True
     """
-    arguments = {"qkv_tokens": qkv_tokens, "proj_tokens": proj_tokens, "ffn_tokens": ffn_tokens, "layers": layers}
-    rule: dict[str, Any] = {"positions": positions, "new_tokens": new_tokens, "tau": tau, "seed": seed}
+    sizes = {"qkv_tokens": qkv_tokens, "proj_tokens": proj_tokens, "ffn_tokens": ffn_tokens, "layers": layers}
+    rules = {"positions": positions, "new_tokens": new_tokens, "tau": tau, "new_layers": new_layers}
+    width = {"dim": dim, "ffn_dim": ffn_dim, "widen": widen, "noise": noise}
     names = [name for name, _ in model.named_parameters()]
-    return follow(model, plan(model.config, names, **arguments, **rule, number=len(model.history)), share=share)
+    how = {**sizes, **rules, **width, "seed": seed, "number": len(model.history)}
+    return follow(model, plan(model.config, names, **how), share=share)
 
 
 def follow(model: LanguageModel, growth: Plan, *, share: bool = False) -> LanguageModel:
