@@ -1,0 +1,75 @@
+"""Texts of prompts: stop strings, pieces, cut characters."""
+
+import pytest
+from small_models import make
+
+from tokenformer.data.tokenizer import load_tokenizer
+from tokenformer.infer import Engine, Sampling, write_texts
+from tokenformer.infer.text import Piecewise
+
+BYTES = load_tokenizer("byte")
+PROMPTS = ["Once upon", "", "a longer prompt than the others"]
+HOW = Sampling(temperature=1.0, top_k=30)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(make(vocab=384, context=128), vocab=257, every=5)
+
+
+def plain(engine, **keys):
+    return list(write_texts(engine, BYTES, PROMPTS, 60, HOW, seeds=[1, 2, 3], **keys))
+
+
+def test_pieces_join_to_the_text_whatever_the_batch_and_however_often_one_looks(engine):
+    expected = plain(engine)
+    assert [r.context for r in expected] == PROMPTS
+    assert any(r.text for r in expected)
+    for batch, every in ((1, 1), (2, 7), (3, 64)):
+        heard = ["", "", ""]
+
+        def said(i, piece, heard=heard):
+            heard[i] += piece
+
+        results = plain(engine, batch=batch, every=every, said=said)
+        assert [r._replace(seconds=0) for r in results] == [r._replace(seconds=0) for r in expected]
+        assert heard == [r.text for r in results]
+
+
+def test_a_stop_string_cuts_its_text_and_the_tokens_with_it(engine):
+    full = plain(engine)
+    longest = max(full, key=lambda r: len(r.text))
+    stop = longest.text[10:12]
+    heard = ["", "", ""]
+
+    def said(i, piece):
+        heard[i] += piece
+
+    results = plain(engine, stops=["not in any text", stop], said=said, logprobs=True)
+    for before, after, pieces in zip(full, results, heard, strict=True):
+        at = before.text.find(stop)
+        assert after.text == pieces == (before.text if at < 0 else before.text[:at])
+        assert after.finished == (before.finished or at >= 0)
+        assert len(after.ids) == len(after.logprobs)
+        assert BYTES.decode(after.ids) == after.text or "�" in before.text
+    assert any(r.text != f.text for r, f in zip(results, full, strict=True))
+
+
+def test_a_character_of_several_tokens_is_given_out_whole():
+    text = Piecewise(BYTES.decode, [])
+    pieces = [text.add([i]) for i in BYTES.encode("aé€b")]
+    assert pieces == ["a", "", "é", "", "", "€", "b"]
+    assert Piecewise(BYTES.decode, []).add(BYTES.encode("é")[:1], last=True) == "�"
+
+
+def test_a_stop_string_is_found_across_pieces_and_never_shown():
+    text = Piecewise(BYTES.decode, ["\n\n", "END"])
+    assert [text.add(BYTES.encode(p)) for p in ("one E", "N", "x\n", "two\n", "\nthree")] == [
+        "one ",
+        "",
+        "ENx",
+        "\ntwo",
+        "",
+    ]
+    assert text.stopped
+    assert text.text == "one ENx\ntwo"

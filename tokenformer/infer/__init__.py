@@ -1,0 +1,7 @@
+"""Decoding: static key/value cache, chunked prefill, a single-token step (a graph on CUDA), sampling on the device."""
+
+from tokenformer.infer.engine import Engine as Engine
+from tokenformer.infer.engine import Finished as Finished
+from tokenformer.infer.sampling import Sampling as Sampling
+from tokenformer.infer.text import TextResult as TextResult
+from tokenformer.infer.text import write_texts as write_texts

@@ -1,0 +1,246 @@
+"""The decoding engine: prefill in chunks, then one single-token step again and again, a CUDA graph where there is CUDA.
+
+Unusual: between two looks of the host nothing is read from the device; tokens, positions, ends and randomness live
+there. Legend: B batch, T positions, D dim, W vocabulary, K new tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenformer.errors import UserError
+from tokenformer.infer.cache import StaticCache
+from tokenformer.infer.packed import Packed
+from tokenformer.infer.sampling import Sampling, choose, penalise, uniform
+from tokenformer.models import LanguageModel
+
+SLOTS = 128  # caches come in multiples of this, so that a graph serves several prompts
+
+
+class Finished(NamedTuple):
+    """New ids of one prompt (without the stop token), their log-probabilities, and whether a stop token came."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class Engine:
+    """Generates for batches of prompts of any lengths. Exactly the tokens of `LanguageModel.generate` where greedy.
+
+    >>> from tokenformer.config import ModelConfig
+    >>> config = ModelConfig(layers=1, dim=16, heads=2, qkv_tokens=4, proj_tokens=4, ffn_tokens=4, vocab=9)
+    >>> [len(row.ids) for row in Engine(LanguageModel(config)).generate([[1, 2, 3], [4]], 5)]
+    [5, 5]
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        dtype: torch.dtype | None = None,
+        chunk: int = 1024,
+        vocab: int | None = None,
+        every: int = 16,
+        backend: str | None = None,
+        graph: bool | None = None,
+    ) -> None:
+        """`chunk`: positions of a prompt computed at once. `vocab`: ids from there on are never chosen (padding of the
+        embedding). `every`: steps between two looks of the host. `backend`: torch or triton (None: as it fits).
+        """
+        self.packed = Packed(model, dtype)
+        self.context, self.chunk, self.every = model.config.context, chunk, every
+        self.vocab = min(vocab or model.config.vocab, model.config.vocab)
+        self.graph = self.packed.device.type == "cuda" if graph is None else graph
+        self.backend, self.make_step = choose_backend(self.packed, backend)
+        self._last: _Batch | None = None
+
+    @torch.no_grad()
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling | None = None,
+        *,
+        seeds: Sequence[int] | None = None,
+        stop_ids: Sequence[int] = (),
+        logprobs: bool = False,
+    ) -> "_Batch":
+        """Prefill, and the first token of each row; `advance` makes the rest. One batch is under way at a time."""
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise UserError(f"prompt {i} has no tokens: begin with the token that ends a document")
+            if len(prompt) >= self.context:
+                raise UserError(
+                    f"prompt {i} has {len(prompt):,} tokens and the model's context is {self.context:,}: shorten it"
+                )
+        if not prompts or n < 1:
+            raise UserError("there is nothing to generate: give at least one prompt and one token")
+        longest = max(map(len, prompts))
+        slots = -(-min(longest + n, self.context) // SLOTS) * SLOTS
+        key = (len(prompts), slots, n, sampling or Sampling(), len(stop_ids), logprobs)
+        if self._last is None or self._last.key != key:
+            self._last = None  # frees its cache first
+            self._last = _Batch(self, key)
+        self._last.begin(prompts, range(len(prompts)) if seeds is None else seeds, stop_ids)
+        return self._last
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        sampling: Sampling | None = None,
+        *,
+        seeds: Sequence[int] | None = None,
+        stop_ids: Sequence[int] = (),
+        logprobs: bool = False,
+    ) -> list[Finished]:
+        """Up to `n` new tokens a prompt: fewer where a stop token comes or the context ends. Row i's seed is i unless
+        `seeds` says otherwise.
+        """
+        batch = self.start(prompts, n, sampling, seeds=seeds, stop_ids=stop_ids, logprobs=logprobs)
+        while not batch.over:
+            batch.advance(self.every)
+        return batch.results()
+
+
+def choose_backend(packed: Packed, wanted: str | None) -> tuple[str, Callable[[int], "Step"]]:
+    """The name of what computes a single-token step, and what makes it for a batch size."""
+    if wanted not in (None, "torch", "triton"):
+        raise UserError(f"backend is '{wanted}', but must be torch or triton")
+
+    def plain(batch: int) -> Step:
+        return lambda ids, positions, cache: packed.logits(packed.hidden(ids[:, None], positions[:, None], cache)[:, 0])
+
+    return "torch", plain
+
+
+Step = Callable[[Tensor, Tensor, StaticCache], Tensor]  # ids (B,), positions (B,), cache → logits (B, W)
+
+
+class _Batch:
+    """Rows under way: all state on the device, and what the host has seen of it."""
+
+    def __init__(self, engine: Engine, key: tuple) -> None:
+        self.engine, self.key = engine, key
+        batch, slots, self.n, self.sampling, stops, self.with_logprobs = key
+        packed = engine.packed
+        device = packed.device
+        self.cache = StaticCache(packed.config, batch, slots, device, packed.dtype)
+        self.forward = engine.make_step(batch)
+        self.token_B, self.position_B = torch.zeros(2, batch, dtype=torch.long, device=device).unbind(0)
+        self.seed_B, self.limit_B = torch.zeros(2, batch, dtype=torch.long, device=device).unbind(0)
+        self.count = torch.zeros(1, dtype=torch.long, device=device)
+        self.done_B = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.stop_ids = torch.zeros(stops, dtype=torch.long, device=device)
+        self.out_BK = torch.zeros(batch, self.n, dtype=torch.long, device=device)
+        self.logprob_BK = torch.zeros(batch, self.n, device=device)
+        penalty = self.sampling.repetition_penalty != 1
+        self.seen_BW = torch.zeros(batch, engine.vocab, dtype=torch.bool, device=device) if penalty else None
+        self.replay = self._capture() if engine.graph else self._step
+
+    def _capture(self) -> Callable[[], None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step()
+                self.count.zero_()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph.replay
+
+    def _step(self) -> None:
+        logits_BW = self.forward(self.token_B, self.position_B, self.cache)
+        self.position_B += ~self.done_B
+        self._pick(logits_BW)
+
+    def _pick(self, logits_BW: Tensor) -> None:
+        raw_BW, logits_BW = logits_BW, logits_BW[:, : self.engine.vocab]
+        if self.seen_BW is not None:
+            logits_BW = penalise(logits_BW, self.seen_BW, self.sampling.repetition_penalty)
+        chance_B = self.seed_B if self.sampling.greedy else uniform(self.seed_B, self.count)
+        ids_B = choose(logits_BW, self.sampling, chance_B)
+        self.token_B.copy_(ids_B)
+        self.out_BK.index_copy_(1, self.count, ids_B[:, None])
+        if self.with_logprobs:
+            chosen_B1 = raw_BW.log_softmax(-1).gather(1, ids_B[:, None])
+            self.logprob_BK.index_copy_(1, self.count, chosen_B1.float())
+        if self.seen_BW is not None:
+            self.seen_BW.scatter_(1, ids_B[:, None], True)
+        self.count += 1
+        self.done_B |= self.count >= self.limit_B
+        if len(self.stop_ids):
+            self.done_B |= (ids_B[:, None] == self.stop_ids).any(-1)
+
+    def begin(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], stop_ids: Sequence[int]) -> None:
+        """Prefill in chunks; rows are padded on the right, where nobody looks before it is overwritten."""
+        engine, packed, device = self.engine, self.engine.packed, self.engine.packed.device
+        lengths = [len(p) for p in prompts]
+        ids_BT = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+        for row, prompt in zip(ids_BT, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        ids_BT, last_B = ids_BT.to(device), torch.tensor(lengths, device=device) - 1
+        hidden_BD = torch.zeros(len(prompts), packed.config.dim, dtype=packed.dtype, device=device)
+        for start in range(0, max(lengths), engine.chunk):
+            part_BT = ids_BT[:, start : start + engine.chunk]
+            places = torch.arange(start, start + part_BT.shape[1], device=device)
+            hidden_BTD = packed.hidden(part_BT, places, self.cache, start)
+            index_B = (last_B - start).clamp(0, len(places) - 1)
+            here_B = (last_B >= start) & (last_B < start + len(places))
+            hidden_BD = torch.where(here_B[:, None], hidden_BTD[self.cache.rows_B1[:, 0], index_B], hidden_BD)
+        self.position_B.copy_(last_B + 1)
+        self.seed_B.copy_(torch.tensor(list(seeds)))
+        self.limits = [min(self.n, engine.context - length) for length in lengths]
+        self.limit_B.copy_(torch.tensor(self.limits))
+        self.stop_ids.copy_(torch.tensor(list(stop_ids), dtype=torch.long))
+        self.count.zero_()
+        self.done_B.zero_()
+        if self.seen_BW is not None:
+            self.seen_BW.zero_()
+            for row, prompt in zip(self.seen_BW, prompts, strict=True):
+                row[torch.tensor(prompt, device=device)] = True
+        self._pick(packed.logits(hidden_BD))
+        self.made = 1  # columns of out_BK, known to the host
+        self.rows = [Finished([], [], False) for _ in prompts]
+        self.ended = [False] * len(prompts)
+        self._stops, self._taken = frozenset(stop_ids), 0
+
+    @property
+    def over(self) -> bool:
+        return all(self.ended)
+
+    @torch.no_grad()
+    def advance(self, steps: int) -> list[list[int]]:
+        """At most `steps` more tokens a row, without a look at the device before the last; the new ids of each row."""
+        for _ in range(min(steps - (self._taken == 0), self.n - self.made)):
+            self.replay()
+            self.made += 1
+        ids = self.out_BK[:, self._taken : self.made].tolist()
+        logprobs = self.logprob_BK[:, self._taken : self.made].tolist() if self.with_logprobs else [[]] * len(ids)
+        new = []
+        for i, row in enumerate(self.rows):
+            new.append([])
+            for j, token in enumerate(ids[i]):
+                if self.ended[i]:
+                    break
+                if token in self._stops:
+                    self.rows[i], self.ended[i] = row._replace(finished=True), True
+                    break
+                new[i].append(token)
+                row.ids.append(token)
+                row.logprobs.extend(logprobs[i][j : j + 1])
+                self.ended[i] = len(row.ids) >= self.limits[i]
+        self._taken = self.made
+        return new
+
+    def end(self, row: int) -> None:
+        """Take no more of this row: its text is complete."""
+        self.ended[row] = True
+
+    def results(self) -> list[Finished]:
+        return self.rows

@@ -1,0 +1,94 @@
+"""From logits to the next token, on the device and without asking the host.
+
+Unusual: randomness is a hash of (seed of the row, step), so a row's text does not depend on the rows beside it.
+Legend: B batch, W vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenformer.strict import key, need
+
+_MASK = {30: (1 << 34) - 1, 27: (1 << 37) - 1, 31: (1 << 33) - 1, 11: (1 << 53) - 1}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; applied in this order: penalty, temperature, top-k, top-p, min-p.
+
+    >>> Sampling(temperature=0.8, top_p=0.9).greedy
+    False
+    """
+
+    temperature: float = key("0 takes the most likely token; else logits are divided by it", 0.0)
+    top_k: int = key("only the k most likely tokens; 0 = all", 0)
+    top_p: float = key("only the most likely tokens that together have this probability; 0 or 1 = all", 0.0)
+    min_p: float = key("only tokens at least this many times as likely as the most likely one; 0 = all", 0.0)
+    repetition_penalty: float = key("logits of tokens that were there before lose by this factor; 1 = none", 1.0)
+
+    def __post_init__(self) -> None:
+        need(self.temperature >= 0, f"temperature is {self.temperature}: give 0 or more")
+        need(self.top_k >= 0, f"top_k is {self.top_k}: give 0 (all) or more")
+        need(0 <= self.top_p <= 1, f"top_p is {self.top_p}: give 0 to 1 (0 = all)")
+        need(0 <= self.min_p <= 1, f"min_p is {self.min_p}: give 0 to 1 (0 = all)")
+        need(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}: give a number above 0")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def penalise(logits_BW: Tensor, seen_BW: Tensor, penalty: float) -> Tensor:
+    """Positive logits of seen tokens are divided by the penalty, negative ones multiplied."""
+    return torch.where(seen_BW, torch.where(logits_BW > 0, logits_BW / penalty, logits_BW * penalty), logits_BW)
+
+
+def keep(logits_BW: Tensor, how: Sampling) -> Tensor:
+    """Logits divided by the temperature, -inf where a token may not be chosen.
+
+    >>> keep(torch.tensor([[1.0, 2.0, 3.0]]), Sampling(temperature=1.0, top_k=2))
+    tensor([[-inf, 2., 3.]])
+    """
+    logits_BW = logits_BW / how.temperature
+    if 0 < how.top_k < logits_BW.shape[-1]:
+        least_B1 = logits_BW.topk(how.top_k).values[:, -1:]
+        logits_BW = logits_BW.masked_fill(logits_BW < least_B1, -torch.inf)
+    if 0 < how.top_p < 1:
+        ordered_BW, order_BW = logits_BW.sort(-1, descending=True)
+        chance_BW = ordered_BW.softmax(-1)
+        before_BW = chance_BW.cumsum(-1) - chance_BW  # the token that crosses the threshold is kept
+        out_BW = torch.zeros_like(before_BW, dtype=torch.bool).scatter(1, order_BW, before_BW >= how.top_p)
+        logits_BW = logits_BW.masked_fill(out_BW, -torch.inf)
+    if how.min_p > 0:
+        chance_BW = logits_BW.softmax(-1)
+        logits_BW = logits_BW.masked_fill(chance_BW < how.min_p * chance_BW.amax(-1, keepdim=True), -torch.inf)
+    return logits_BW
+
+
+def choose(logits_BW: Tensor, how: Sampling, uniform_B: Tensor) -> Tensor:
+    """One token a row: the most likely, or by the inverse of the distribution function at `uniform`."""
+    if how.greedy:
+        return logits_BW.argmax(-1)
+    cumulative_BW = keep(logits_BW, how).double().softmax(-1).cumsum(-1)
+    target_B1 = uniform_B[:, None] * cumulative_BW[:, -1:]
+    return torch.searchsorted(cumulative_BW, target_B1, right=True)[:, 0].clamp(max=logits_BW.shape[-1] - 1)
+
+
+def uniform(seed_B: Tensor, step: Tensor) -> Tensor:
+    """Numbers in [0, 1) that belong to (seed, step); float64.
+
+    >>> uniform(torch.tensor([7, 8]), torch.tensor(0))
+    tensor([0.7215, 0.2666], dtype=torch.float64)
+    """
+    bits_B = _mix(_mix(seed_B) + step)
+    return ((bits_B >> 11) & _MASK[11]).double() * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64; int64 products wrap, shifts are made logical by a mask."""
+    x = x + (0x9E3779B97F4A7C15 - (1 << 64))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
+        x = (x ^ ((x >> shift) & _MASK[shift])) * factor
+    return x ^ ((x >> 31) & _MASK[31])
