@@ -74,8 +74,8 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "full", "selective"] = key(
         "what backward computes again: nothing, whole blocks, or all but products and attention", "none"
     )
-    compile: Literal["off", "inductor", "aot_eager"] = key(
-        "torch.compile of each block; aot_eager traces without generating code", "off"
+    compile: Literal["none", "inductor", "aot_eager"] = key(
+        "torch.compile of each block; aot_eager traces without generating code", "none"
     )
     skip_limit: int = key("stop after this many steps in a row with a non-finite loss or gradient", 30)
     spike: float = key("log a loss this many deviations above its running mean", 6.0)
@@ -136,7 +136,7 @@ class LogConfig:
 
     every: int = key("steps between two log lines; the device is read only then", 10)
     tensorboard: bool = key("also for TensorBoard, into the run's folder (extra `log`)", False)
-    wandb: Literal["off", "online", "offline"] = key("also to Weights & Biases (extra `log`)", "off")
+    wandb: Literal["none", "online", "offline"] = key("also to Weights & Biases (extra `log`)", "none")
     wandb_project: str = key("the project there", "tokenformer")
     profile: list[int] = key("[first step, steps]: a trace of these steps for chrome://tracing", make=list)
 

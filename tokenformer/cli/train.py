@@ -16,7 +16,7 @@ from pathlib import Path
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
-    parser.add_argument("--out", metavar="RUN", help="run folder (default: runs/ and the config's name)")
+    parser.add_argument("--out", metavar="RUN", help="run folder (default: the config's `out`, or its name in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run")
 
 
@@ -27,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
     source = Path(args.config)
     inside = (source / "config.yml").is_file()  # a run
     names = [source / "config.yml" if inside else args.config, *(s for s in args.settings if "=" not in s)]
-    config = load_config(*names, overrides=[s for s in args.settings if "=" in s])
-    out = Path(args.out) if args.out else source if inside else Path("runs") / source.with_suffix("").name
+    config = load_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
+    default = source if inside else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
+    out = Path(args.out) if args.out else default
     signal = Trainer(config, out, resume=args.resume, command=["tokenformer", *sys.argv[1:]]).run()
     return 0 if signal is None else 128 + signal

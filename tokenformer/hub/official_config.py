@@ -7,9 +7,11 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenformer import config as native
 from tokenformer.errors import UserError
+from tokenformer.hub.official_recipe import recipe
 
 # official key → ours
 MODEL = {
@@ -81,11 +83,12 @@ IRRELEVANT = set(
     """.split()
 )
 KNOWN = {*MODEL, *FIXED, *GENERATION, *IRRELEVANT, "attention_config"}
+SECTIONS = {field.name for field in dataclasses.fields(native.Config)}
 
 
 def is_official(raw: dict) -> bool:
-    """A mapping in the official dialect: its keys stand flat, without our sections."""
-    return "model" not in raw and any(_plain(name) in KNOWN for name in raw)
+    """A mapping in the official dialect: its keys stand flat, without our sections (`seed` is in both)."""
+    return "model" not in raw and any(_plain(name) in KNOWN and name not in SECTIONS for name in raw)
 
 
 def _plain(name: object) -> str:
@@ -132,8 +135,10 @@ def _check_attention(raw: dict, where: str) -> None:
         )
 
 
-def load_config(*names: str | Path, overrides: Sequence[str] = ()) -> native.Config:
+def load_config(*names: str | Path, overrides: Sequence[str] = (), training: bool = False) -> native.Config:
     """A config from files or presets of either dialect, later ones laid over earlier ones, then `a.b=c` overrides.
+
+    With `training`, what official files say about it is translated too, or refused.
 
     >>> load_config("lm/150m", overrides=["model.layers=2"]).model.layers
     2
@@ -142,19 +147,43 @@ def load_config(*names: str | Path, overrides: Sequence[str] = ()) -> native.Con
     official: dict = {}
     sources = []
     raws = {name: native.read(name) for name in names}
-    sections = {field.name for field in dataclasses.fields(native.Config)}
     for name, raw in raws.items():
-        beside = any(map(is_official, raws.values())) and not sections & raw.keys()
+        beside = any(map(is_official, raws.values())) and not SECTIONS & raw.keys()
         if is_official(raw) or beside:
             official.update({_plain(key): value for key, value in raw.items()})
             sources.append(Path(name).name)
         else:
             ours = native.merge(ours, raw)
     if official:
-        translated, note = translate(official, " + ".join(sources))
-        print(note, file=sys.stderr)
+        where = " + ".join(sources)
+        translated, note = translate(official, where)
+        notes = [note]
+        if training:
+            sections, notes = recipe(official, where)
+            translated |= sections
+        print(*notes, sep="\n", file=sys.stderr)
         ours = native.merge(translated, ours)
     return native.build(native.Config, native.override(ours, overrides))
+
+
+class Generation(NamedTuple):
+    """What official files say about generating: its settings, where weights and tokenizer stand, and whose model."""
+
+    settings: dict
+    weights: str | None
+    vocab_file: str | None
+    has_model: bool
+
+
+def read_generation(*names: str | Path) -> Generation:
+    """From files in the official dialect, later ones laid over earlier ones; `eval_ckpt` goes before `load`."""
+    raw: dict = {}
+    for name in names:
+        raw.update({_plain(key): value for key, value in native.read(name).items()})
+    settings = {name: value for name, value in raw.items() if name in GENERATION}
+    return Generation(
+        settings, raw.get("eval_ckpt") or raw.get("load"), raw.get("vocab_file"), any(name in raw for name in REQUIRED)
+    )
 
 
 def to_official(config: native.ModelConfig) -> dict:

@@ -12,7 +12,7 @@ Logger = Callable[[int, dict[str, float]], None]
 
 def check(config: Config) -> None:
     """Refuse what is not installed before anything is written."""
-    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb != "off"}
+    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb != "none"}
     for name, on in wanted.items():
         if on and importlib.util.find_spec(name) is None:
             raise UserError(f"log.{name} needs the package {name}: pip install 'tokenformer[log]'")
@@ -31,7 +31,7 @@ def open_loggers(config: Config, run: Path, run_id: str, step: int) -> list[tupl
                 writer.add_scalar(name, value, at)
 
         opened.append((scalars, writer.close))
-    if config.log.wandb != "off":
+    if config.log.wandb != "none":
         import wandb
 
         online = wandb.init(

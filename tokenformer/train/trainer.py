@@ -133,6 +133,8 @@ class Trainer:
         self.model.train()
         window = range(c.log.profile[0], sum(c.log.profile)) if c.log.profile else range(0)
         trace = None
+        if self.step == 0 and 0 in c.checkpoint.also:
+            self.save()
         while self.step < c.steps and self.stop is None:
             if self.step in window and trace is None:
                 trace = profiler(self.folder, self.report.say)

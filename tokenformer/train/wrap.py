@@ -37,5 +37,5 @@ def wrap(blocks: Iterable[nn.Module], config: TrainConfig) -> None:
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options
             )
             block.forward = again  # on the instance: the parameters keep their names
-        if config.compile != "off":
+        if config.compile != "none":
             block.compile(backend=config.compile, dynamic=False)
