@@ -94,31 +94,48 @@ def write_texts(
     """
     seeds = range(len(prompts)) if seeds is None else seeds
     for first in range(0, len(prompts), batch):
-        begun = time.perf_counter()
         some = prompts[first : first + batch]
         ids = [tokenizer.encode(p) or [tokenizer.end_of_document] for p in some]
-        running = engine.start(
-            ids,
-            n,
-            sampling,
-            seeds=seeds[first : first + batch],
-            stop_ids=[tokenizer.end_of_document],
-            logprobs=logprobs,
+        heard = None if said is None else lambda i, piece, first=first: said(first + i, piece)
+        yield from continue_ids(
+            engine, tokenizer, some, ids, n, sampling, seeds[first : first + batch], stops, every, logprobs, heard
         )
-        texts = [Piecewise(tokenizer.decode, stops) for _ in some]
-        while not running.over:
-            for i, new in enumerate(running.advance(every or engine.every)):
-                if texts[i].stopped:
-                    continue
-                piece = texts[i].add(new, last=running.ended[i])
-                if texts[i].stopped:
-                    running.end(i)
-                if piece and said is not None:
-                    said(first + i, piece)
-        seconds = time.perf_counter() - begun
-        for prompt, text, row in zip(some, texts, running.results(), strict=True):
-            row = _up_to(text, row)
-            yield TextResult(prompt, text.text, row.ids, row.logprobs, row.finished or text.stopped, seconds)
+
+
+def continue_ids(
+    engine: Engine,
+    tokenizer: AnyTokenizer,
+    contexts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+    n: int,
+    sampling: Sampling | None,
+    seeds: Sequence[int],
+    stops: Sequence[str] = (),
+    every: int | None = None,
+    logprobs: bool = False,
+    said: Callable[[int, str], object] | None = None,
+) -> list[TextResult]:
+    """One batch, from ids; `contexts` are what the results call their prompts."""
+    begun = time.perf_counter()
+    ends = [tokenizer.end_of_document]
+    running = engine.start(ids, n, sampling, seeds=seeds, stop_ids=ends, logprobs=logprobs)
+    texts = [Piecewise(tokenizer.decode, stops) for _ in ids]
+    while not running.over:
+        before = list(running.ended)
+        for i, new in enumerate(running.advance(every or engine.every)):
+            if before[i]:
+                continue
+            piece = texts[i].add(new, last=running.ended[i])
+            if texts[i].stopped:
+                running.end(i)
+            if piece and said is not None:
+                said(i, piece)
+    seconds = time.perf_counter() - begun
+    out = []
+    for context, text, row in zip(contexts, texts, running.results(), strict=True):
+        row = _up_to(text, row)
+        out.append(TextResult(context, text.text, row.ids, row.logprobs, row.finished or text.stopped, seconds))
+    return out
 
 
 def _up_to(text: Piecewise, row: Finished) -> Finished:
