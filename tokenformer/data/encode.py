@@ -4,6 +4,7 @@ Unusual: plain pipes instead of multiprocessing, so that nothing is pickled, no 
 ends by itself (end of file) when its parent is gone, however it went.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -99,12 +100,9 @@ class Encoders:
             self._threads.submit(self._start, process, setup)
 
     def _start(self, process: Any, setup: bytes) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it died: the first piece will say so
             _send(process.stdin, setup)
-        except OSError:
-            pass  # it died: the first piece will say so
-        finally:
-            self._idle.put(process)
+        self._idle.put(process)
 
     def submit(self, texts: Sequence[bytes], lasts: Sequence[bool]) -> Future[Encoded]:
         lengths = np.array([len(t) for t in texts], np.int64).tobytes()
@@ -134,5 +132,6 @@ class Encoders:
         self._threads.shutdown(cancel_futures=True)
         for process in self._all:
             process.wait()
-            process.stdin.close()
             process.stdout.close()
+            with contextlib.suppress(OSError):  # what a dead worker did not take
+                process.stdin.close()

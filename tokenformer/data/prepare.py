@@ -26,7 +26,7 @@ from tokenformer.errors import UserError
 from tokenformer.terminal import meter
 
 FORMAT = 1  # of unfinished work: another number is not continued
-PIECE = 1 << 20  # bytes of text a worker gets at a time
+PIECE = 1 << 19  # bytes of text a worker gets at a time
 MOST_UNITS = 4096
 
 
@@ -245,7 +245,7 @@ def _encode_all(
 
             for piece in read_pieces(sources, reading, tokenizer, first):
                 waiting.append((piece, pool.submit(piece.texts, piece.lasts)))
-                if len(waiting) > 2 * workers:
+                while waiting and (waiting[0][1].done() or len(waiting) > 2 * workers):
                     take()
             while waiting:
                 take()

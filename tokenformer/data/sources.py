@@ -160,7 +160,7 @@ def unpack(stream: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, str]]:
 
 def seekable(stream: BinaryIO) -> BinaryIO:
     """The stream itself, or a copy in a temporary file where it cannot be sought."""
-    if isinstance(stream, io.BufferedReader) and stream.seekable():
+    if isinstance(stream, io.BufferedReader) and isinstance(stream.raw, _Counted) and stream.seekable():
         return stream
     copy = tempfile.TemporaryFile()  # noqa: SIM115 (whoever reads it keeps it open)
     while block := stream.read(1 << 20):
