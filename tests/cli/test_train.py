@@ -1,0 +1,96 @@
+"""`tokenformer train`: one sentence and code 2 for what the user can mend, before anything is written."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import config_file, one_thread, prepared, tiny  # noqa: F401 (fixtures)
+from tokenformer.cli.main import main
+from tokenformer.train.checkpoint import all_steps
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert main(["train", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("tokenformer: ") and said.err.count("\n") == 1 and said.out == ""
+    return said.err
+
+
+def test_a_preset_and_overrides_train_a_run_and_the_run_goes_on_by_its_folder(config_file, tmp_path, capsys):  # noqa: F811
+    run = tmp_path / "run"
+    assert main(["train", str(config_file), "--out", str(run), "steps=3", "log.every=1"]) == 0
+    said = capsys.readouterr().out
+    assert "step 3/3  loss " in said and "tokens/s" in said and "0:00 left" in said
+    assert main(["train", str(run), "--resume", "steps=5"]) == 0
+    assert "going on from step 3" in capsys.readouterr().out and list(all_steps(run)) == [3, 5]
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        (["optimizer.raet=1"], "unknown key 'optimizer.raet': did you mean 'rate'?"),
+        (["optimizer.kind=adam"], "optimizer.kind is 'adam', but must be one of muon, adamw"),
+        (["batch=6", "micro_batch=4"], "batch 6 cannot be cut into micro-batches of 4 on 1 ranks"),
+        (["batch=null", "micro_batch=null"], "batch is missing"),
+        (["data.path=nowhere/set"], "there is no prepared set 'nowhere/set'"),
+        (["data.path=null"], "data.path is missing"),
+        (["model.context=200000"], "has no sample of 200000 + 1 tokens"),
+        (["model.vocab=128"], "the data has a vocabulary of 257 ids but model.vocab is 128: set model.vocab=384"),
+        (["train.device=cuda"], "PyTorch sees no GPU"),
+        (["schedule.floor=2"], "schedule.floor is 2.0"),
+        (["steps=-1"], "steps is -1"),
+        (["start=nowhere"], "nowhere"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_sentence(config_file, tmp_path, capsys, settings, sentence):  # noqa: F811
+    assert sentence in refused(capsys, str(config_file), *settings, "--out", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_existing_run_and_another_architecture_are_refused(config_file, tmp_path, capsys):  # noqa: F811
+    run = str(tmp_path / "run")
+    assert main(["train", str(config_file), "steps=2", "--out", run]) == 0
+    capsys.readouterr()
+    assert "is there already" in refused(capsys, str(config_file), "--out", run)
+    assert "another model" in refused(capsys, str(config_file), "model.layers=1", "--resume", "--out", run)
+
+
+def test_no_such_config(capsys):
+    assert "there is no config file or preset 'lm/151m': did you mean the preset 'lm/150m'?" in refused(
+        capsys, "lm/151m"
+    )
+
+
+@pytest.mark.parametrize(
+    "logger, leaves", [("log.tensorboard=true", "tensorboard/events*"), ("log.wandb=offline", "wandb/offline-run*")]
+)
+def test_loggers_write_beside_metrics(config_file, tmp_path, logger, leaves):  # noqa: F811
+    pytest.importorskip(logger.split(".")[1].split("=")[0])
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "tokenformer", "train", str(config_file), "steps=3", logger, "--out", str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert list(run.glob(leaves)) and (run / "metrics.jsonl").is_file()
+
+
+def test_a_missing_logger_names_its_extra_before_anything_is_written(config_file, tmp_path):  # noqa: F811
+    code = (
+        "import sys, importlib.util as u; find = u.find_spec; "
+        "u.find_spec = lambda name, *a: None if name == 'wandb' else find(name, *a); "
+        "from tokenformer.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "train",
+        str(config_file),
+        "log.wandb=offline",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "pip install 'tokenformer[log]'" in done.stderr, done.stderr
+    assert not Path(tmp_path / "run").exists()
