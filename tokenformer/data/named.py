@@ -42,11 +42,7 @@ def fetch(name: str, folder: str | Path) -> list[Path]:
     known = SETS[name]
     paths = []
     for url in known.urls:
-        path = (
-            Path(folder) / f"{name}-{url.rsplit('/', 1)[1]}"
-            if len(known.urls) > 1
-            else Path(folder, url.rsplit("/", 1)[1])
-        )
+        path = Path(folder) / name / url.rsplit("/", 1)[1]
         fresh = not path.is_file()
         paths.append(download(url, path))
         if known.md5 and fresh and text_md5(path) != known.md5:

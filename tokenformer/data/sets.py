@@ -36,9 +36,8 @@ def merge(paths: Sequence[str | Path], out: str | Path, seen: Callable[[int], ob
         known = [d for d in descriptions if d]
         for other, description in zip(sets, known, strict=True):
             if description["tokenizer"] != known[0]["tokenizer"]:
-                raise UserError(
-                    f"{other.prefix} was prepared with another tokenizer than {sets[0].prefix}: prepare it anew"
-                )
+                names = f"{other.prefix} and {sets[0].prefix}"
+                raise UserError(f"{names} were prepared with different tokenizers: prepare one anew")
         about = {name: sum(d.get(name, 0) for d in known) for name in _COUNTS}
         about["tokenizer"] = known[0]["tokenizer"]
     return _copy([(s, 0, len(s.tokens)) for s in sets], out, about, seen)
