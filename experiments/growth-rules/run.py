@@ -34,7 +34,7 @@ RATE = 4e-3  # of the bases; the arms search around it
 TOKENS_A_PARAMETER, GROWN_STEPS, WARMUP, DECAY = 320, 1200, 20, 0.25
 RULES = ("segment", "segment, joint Muon", "zero_key", "zero_value", "random", "net2net")
 ARMS = (*RULES, "scratch, equal total", "scratch, equal additional", "small goes on")
-FACTORS, EXTENSIONS, SEEDS = (1.0, 0.5, 2.0), 2, (0, 1, 2)
+FACTORS, EXTENSIONS, SEEDS, AT_ONCE = (1.0, 0.5, 2.0), 2, (0, 1, 2), 3
 
 
 def flops(config: ModelConfig) -> int:
@@ -73,50 +73,68 @@ def validate(model: LanguageModel, text: Text) -> float:
     return float(total / count)
 
 
-def train(model: LanguageModel, optimizer: Optimizer, rates: torch.Tensor, text: Text, seed: int) -> list[float]:
-    """One step a rate. Data order belongs to the seed. Returns the loss, averaged over every twenty steps."""
-    device = rates.device
-    generator = torch.Generator(device).manual_seed(seed)
-    offsets = torch.randint(len(text.train) - CONTEXT, (len(rates), BATCH), generator=generator, device=device)
-    counter = torch.zeros(1, dtype=torch.long, device=device)
-    losses, guard, one = (
-        torch.zeros(len(rates), device=device),
-        Guard(TrainConfig(), rates.device),
-        torch.ones((), device=device),
-    )
-    for group in optimizer.adamw.param_groups:
-        group["capturable"] = device.type == "cuda"
+class Job:
+    """A model in training: one step for each rate, data in an order that belongs to the seed, nothing on the host."""
 
-    def step() -> None:
-        tokens = text.windows(text.train, offsets.index_select(0, counter)[0])
-        out = model(tokens[:, :-1], labels=tokens[:, 1:])
+    def __init__(self, model: LanguageModel, optimizer: Optimizer, rates: torch.Tensor, text: Text, seed: int) -> None:
+        self.model, self.optimizer, self.rates, self.text = model, optimizer, rates, text
+        device = rates.device
+        generator = torch.Generator(device).manual_seed(seed)
+        shape = (len(rates), BATCH)
+        self.offsets = torch.randint(len(text.train) - CONTEXT, shape, generator=generator, device=device)
+        self.counter = torch.zeros(1, dtype=torch.long, device=device)
+        self.losses, self.one = torch.zeros(len(rates), device=device), torch.ones((), device=device)
+        self.guard, self.graph, self.stream = Guard(TrainConfig(), device), None, None
+        for group in optimizer.adamw.param_groups:
+            group["capturable"] = device.type == "cuda"
+        if device.type == "cuda":
+            self.capture()
+
+    def step(self) -> None:
+        tokens = self.text.windows(self.text.train, self.offsets.index_select(0, self.counter)[0])
+        out = self.model(tokens[:, :-1], labels=tokens[:, 1:])
         loss = out.loss_sum / out.count
         loss.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        divisor, skip, _ = guard.check(gradients, loss, one)
-        optimizer.step(rates.index_select(0, counter)[0], divisor, skip)
-        optimizer.zero_grad()
-        losses.index_copy_(0, counter, loss.detach()[None])
-        counter.add_(1)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        divisor, skip, _ = self.guard.check(gradients, loss, self.one)
+        self.optimizer.step(self.rates.index_select(0, self.counter)[0], divisor, skip)
+        self.optimizer.zero_grad()
+        self.losses.index_copy_(0, self.counter, loss.detach()[None])
+        self.counter.add_(1)
 
-    if device.type != "cuda":
-        for _ in rates:
-            step()
-    else:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # the first steps, which also compile
+    def capture(self) -> None:
+        """Three real steps, which also compile, then one step as a CUDA graph on a stream of its own."""
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        for _ in range(len(rates) - 3):
-            graph.replay()
+                self.step()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.step()
+
+    def replay(self) -> None:
+        if self.graph is None or self.stream is None:
+            self.step()
+        else:
+            with torch.cuda.stream(self.stream):
+                self.graph.replay()
+
+    def curve(self) -> list[float]:
+        """The loss, averaged over every twenty steps."""
+        assert int(self.counter) == len(self.rates)
+        return [round(float(part.mean()), 5) for part in self.losses.split(20)]
+
+
+def train(jobs: list[Job]) -> None:
+    """All of them at once: kernels of one fill the gaps of another."""
+    left = [(job, len(job.rates) - (3 if job.graph else 0)) for job in jobs]
+    for step in range(max(n for _, n in left)):
+        for job, n in left:
+            if step < n:
+                job.replay()
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-    assert int(counter) == len(rates)
-    return [round(float(part.mean()), 5) for part in losses.split(20)]
 
 
 def prepare(model: LanguageModel, device: str) -> LanguageModel:
@@ -159,26 +177,35 @@ class Study:
         print(arm, {k: v for k, v in facts.items() if k != "curve"}, flush=True)
         return self.done[arm]
 
-    def base(self, config: ModelConfig, seed: int) -> tuple[LanguageModel, dict]:
-        """The trained base and its optimizer's state, in the stable phase: no decay yet."""
-        name = f"base {config.kind}, seed {seed}"
-        path = self.out / "bases" / f"{config.kind}-{seed}.safetensors"
-        if not path.exists():
-            start = time.monotonic()
+    def base_path(self, config: ModelConfig, seed: int) -> Path:
+        return self.out / "bases" / f"{config.kind}-{seed}.safetensors"
+
+    def make_bases(self, wanted: set[tuple[str, int]]) -> None:
+        """Trained, in the stable phase: no decay yet. Weights and the optimizer's state are kept."""
+        configs = {"tokenformer": SMALL, "transformer": TRANSFORMER}
+        missing = [(configs[k], s) for k, s in sorted(wanted) if not self.base_path(configs[k], s).exists()]
+        start, jobs = time.monotonic(), []
+        for config, seed in missing:
             model = prepare(LanguageModel(config, seed=seed), self.device)
-            optimizer = optimizer_for(model)
-            curve = train(model, optimizer, schedule(base_steps(config), RATE, 0, self.device), self.text, seed)
-            state = optimizer.state_by_name()
-            flat = {f"model/{n}": p.detach() for n, p in model.named_parameters()}
+            rates = schedule(base_steps(config), RATE, 0, self.device)
+            jobs.append(Job(model, optimizer_for(model), rates, self.text, seed))
+        if jobs:
+            train(jobs)
+        for (config, seed), job in zip(missing, jobs, strict=True):
+            flat = {f"model/{n}": p.detach() for n, p in job.model.named_parameters()}
+            state = job.optimizer.state_by_name()
             flat |= {f"{key}/{n}": t for n, entry in state.items() for key, t in entry.items()}
+            path = self.base_path(config, seed)
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file({n: t.cpu().contiguous().clone() for n, t in flat.items()}, path)
-            facts = {"steps": len(curve) * 20, "rate": RATE, "flops": base_steps(config) * flops(config)}
-            self.record(
-                name, seed=seed, loss=validate(model, self.text), seconds=time.monotonic() - start, **facts, curve=curve
-            )
-        tensors, state = {}, {}
-        for name, tensor in load_file(path, device=self.device).items():
+            facts = {"rate": RATE, "steps": len(job.rates), "flops": len(job.rates) * flops(config)}
+            facts |= {"loss": validate(job.model, self.text), "seconds": time.monotonic() - start}
+            self.record(f"base {config.kind}, seed {seed}", seed=seed, **facts, curve=job.curve())
+
+    def read_base(self, config: ModelConfig, seed: int) -> tuple[dict, dict]:
+        tensors: dict = {}
+        state: dict = {}
+        for name, tensor in load_file(self.base_path(config, seed), device=self.device).items():
             key, parameter = name.split("/", 1)
             if key == "model":
                 tensors[parameter] = tensor
@@ -186,80 +213,85 @@ class Study:
                 state.setdefault(parameter, {})[key] = tensor
         return tensors, state
 
-    def run(self, rule: str, factor: float, seed: int) -> dict | None:
-        """One arm, unless it was run before or the time is up."""
-        arm = f"{rule}, rate ×{factor:g}, seed {seed}"
-        if arm in self.done:
-            return self.done[arm]
-        if time.monotonic() > self.end:
-            return None
-        start = time.monotonic()
-        config, state, spent = SMALL, None, 0
-        big = dataclasses.replace(SMALL, **BIG)
+    def start(self, rule: str, seed: int) -> tuple[LanguageModel, dict | None, int]:
+        """Where an arm begins: its model, the optimizer's state, FLOPs spent before."""
         if rule.startswith("scratch"):
-            model = LanguageModel(big, seed=seed)
-        else:
-            config = TRANSFORMER if rule == "net2net" else SMALL
-            tensors, state = self.base(config, seed)
-            spent = base_steps(config) * flops(config)
+            return LanguageModel(dataclasses.replace(SMALL, **BIG), seed=seed), None, 0
+        config = TRANSFORMER if rule == "net2net" else SMALL
+        tensors, state = self.read_base(config, seed)
+        spent = base_steps(config) * flops(config)
+        if rule in RULES:
             if rule == "net2net":
-                small = LanguageModel(config)
-                small.load_state_dict(tensors)
-                model, state = widen(small, dim=2 * config.dim), None
-            elif rule == "small goes on":
-                model = LanguageModel(config)
-                model.load_state_dict(tensors)
+                growth = widen(config, tensors, dim=2 * config.dim, seed=seed)
             else:
-                grown = apply(plan(config, tensors, **BIG, new_tokens=rule.split(",")[0], seed=seed), tensors, state)
-                model = LanguageModel(grown.config)
-                model.load_state_dict(grown.tensors)
-                state = grown.state
-        model = prepare(model, self.device)
-        one = flops(model.config)
-        budget = ADDED + (base_steps(SMALL) * flops(SMALL) if rule == "scratch, equal total" else 0)
-        steps, decay = budget // one, int(DECAY * (budget + spent) / one)
-        optimizer = optimizer_for(model, joint="joint" in rule)
-        if state is not None:
-            optimizer.load_state_by_name(state)
-        before = validate(model, self.text)
-        rates = schedule(steps, RATE * factor, decay, self.device)
-        curve = train(model, optimizer, rates, self.text, seed + 1000)
-        facts = {"rule": rule, "factor": factor, "seed": seed, "rate": RATE * factor, "steps": steps, "decay": decay}
-        facts |= {
-            "flops": steps * one,
-            "flops_total": steps * one + spent,
-            "parameters": cost(model.config).matmul_parameters,
-        }
-        facts |= {"loss_before": before, "loss": validate(model, self.text), "seconds": time.monotonic() - start}
-        return self.record(arm, **facts, curve=curve)
+                growth = plan(config, tensors, **BIG, new_tokens=rule.split(",")[0], seed=seed)
+            grown = apply(growth, tensors, state)
+            config, tensors, state = grown.config, grown.tensors, grown.state
+        model = LanguageModel(config)
+        model.load_state_dict(tensors)
+        return model, state, spent
 
-    def search(self, rule: str) -> float | None:
-        """The best factor on seed 0: the grid, then further where the best lies at its edge."""
-        losses: dict[float, float] = {}
-        for factor in FACTORS:
-            result = self.run(rule, factor, 0)
-            if result is None:
-                return None
-            losses[factor] = result["loss"]
-        for _ in range(EXTENSIONS):
-            best = min(losses, key=losses.__getitem__)
-            further = best * 2 if best == max(losses) else best / 2 if best == min(losses) else None
-            if further is None:
-                break
-            result = self.run(rule, further, 0)
-            if result is None:
-                return None
-            losses[further] = result["loss"]
+    def run(self, pairs: list[tuple[str, float]], seed: int) -> bool:
+        """These (rule, factor) arms, a few at a time, but those that were run before; False when the time is up."""
+        pairs = [(rule, factor) for rule, factor in pairs if name(rule, factor, seed) not in self.done]
+        self.make_bases({(base_of(rule), seed) for rule, _ in pairs if base_of(rule)})
+        for i in range(0, len(pairs), AT_ONCE):
+            if time.monotonic() > self.end:
+                return False
+            self.run_group(pairs[i : i + AT_ONCE], seed)
+        return True
+
+    def run_group(self, pairs: list[tuple[str, float]], seed: int) -> None:
+        begin, jobs, facts = time.monotonic(), [], []
+        for rule, factor in pairs:
+            model, state, spent = self.start(rule, seed)
+            model = prepare(model, self.device)
+            one = flops(model.config)
+            budget = ADDED + (base_steps(SMALL) * flops(SMALL) if rule == "scratch, equal total" else 0)
+            steps, decay = budget // one, int(DECAY * (budget + spent) / one)
+            optimizer = optimizer_for(model, joint="joint" in rule)
+            if state is not None:
+                optimizer.load_state_by_name(state)
+            sizes = {"parameters": cost(model.config).matmul_parameters, "flops": steps * one}
+            sizes |= {"flops_total": steps * one + spent, "loss_before": validate(model, self.text)}
+            facts.append({"rule": rule, "factor": factor, "seed": seed, "steps": steps, "decay": decay, **sizes})
+            rates = schedule(steps, RATE * factor, decay, self.device)
+            jobs.append(Job(model, optimizer, rates, self.text, seed + 1000))
+        ready = time.monotonic()
+        train(jobs)
+        times = {"setup_seconds": ready - begin, "train_seconds": time.monotonic() - ready, "at_once": len(jobs)}
+        for job, fact in zip(jobs, facts, strict=True):
+            arm = name(fact["rule"], fact["factor"], seed)
+            self.record(arm, **fact, loss=validate(job.model, self.text), **times, curve=job.curve())
+
+    def losses(self, rule: str) -> dict[float, float]:
+        return {r["factor"]: r["loss"] for r in self.done.values() if r.get("rule") == rule and r["seed"] == 0}
+
+    def best(self, rule: str) -> float:
+        losses = self.losses(rule)
         return min(losses, key=losses.__getitem__)
 
     def all(self) -> bool:
-        best = {rule: self.search(rule) for rule in ARMS}
-        if None in best.values():
+        """The grid on seed 0; further where the best lies at its edge; then the other seeds at the best rates."""
+        if not self.run([(rule, factor) for rule in ARMS for factor in FACTORS], 0):
             return False
-        losses = {rule: self.done[f"{rule}, rate ×{factor:g}, seed 0"]["loss"] for rule, factor in best.items()}
-        other = min((r for r in RULES if r not in ("segment", "net2net")), key=losses.__getitem__)
-        repeated = ("segment", other, "scratch, equal total", "scratch, equal additional", "small goes on")
-        return all(self.run(rule, best[rule], seed) is not None for seed in SEEDS[1:] for rule in repeated)
+        for _ in range(EXTENSIONS):
+            edges = [(rule, self.best(rule), set(self.losses(rule))) for rule in ARMS]
+            further = [(rule, b * 2 if b == max(f) else b / 2) for rule, b, f in edges if b in (max(f), min(f))]
+            if not self.run(further, 0):
+                return False
+        rules = [rule for rule in RULES if not rule.startswith("segment") and rule != "net2net"]
+        other = min(rules, key=lambda rule: self.losses(rule)[self.best(rule)])
+        repeated = [(rule, self.best(rule)) for rule in ("segment", other, *ARMS[len(RULES) :])]
+        return all(self.run(repeated, seed) for seed in SEEDS[1:])
+
+
+def name(rule: str, factor: float, seed: int) -> str:
+    return f"{rule}, rate ×{factor:g}, seed {seed}"
+
+
+def base_of(rule: str) -> str | None:
+    return None if rule.startswith("scratch") else "transformer" if rule == "net2net" else "tokenformer"
 
 
 def main() -> None:
