@@ -1,0 +1,165 @@
+"""Measure a model: perplexity of texts and prepared sets, the six zero-shot tasks beside the paper's numbers.
+
+example: tokenformer eval my-folder --text book.txt --stride 512
+         tokenformer eval my-folder --tasks all --data-dir zero-shot --out results.json
+         tokenformer eval Haiyang-W/TokenFormer-150M --tasks lambada_openai,piqa
+         torchrun --nproc-per-node 8 -m tokenformer eval my-folder --tasks all
+
+MODEL is a folder, a run, official weights (with their config files, if none is beside them) or a hub name. Tasks come
+through EleutherAI's harness (pip install 'tokenformer[eval]'), any of its tasks by name; with --data-dir the six of the
+paper from local files, offline, and without the harness by our own scorer (--native), which gives the same.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tokenformer.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", nargs="+", metavar="MODEL", help="weights, and official config files")
+    add("--text", action="append", default=[], help="a text file or prepared set; may be given several times")
+    add("--stride", type=int, help="tokens that a window moves on (default: half of it)")
+    add("--context", type=int, help="the window (default: the model's context)")
+    add("--tasks", default="", help="names with commas between, or all (the six of the paper)")
+    add("--data-dir", type=Path, help="local files of the six tasks; nothing is fetched")
+    add("--native", action="store_true", help="score without the harness (needs --data-dir)")
+    add("--limit", type=int, help="rows of a task, documents of a text, at most")
+    add("--batch-tokens", type=int, default=16384, help="positions computed at once")
+    add("--out", type=Path, help="a JSON file for the results")
+    add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
+    add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
+    add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
+
+
+def run(args: argparse.Namespace) -> None:
+    from tokenformer.eval.ranks import leave, local_device, rank
+    from tokenformer.eval.source import open_model
+    from tokenformer.eval.tasks import TASKS, task_file
+    from tokenformer.hub.official_config import load_config, read_generation
+
+    names = list(TASKS) if args.tasks == "all" else [name for name in args.tasks.split(",") if name]
+    if not names and not args.text:
+        raise UserError("there is nothing to measure: give --tasks (all, or names) or --text")
+    if args.native and args.data_dir is None:
+        raise UserError("--native scores local files: say with --data-dir where they are")
+    if args.data_dir is not None:
+        for name in names:
+            if name not in TASKS:
+                raise UserError(f"'{name}' has no local form: with --data-dir tasks are {', '.join(TASKS)}")
+            task_file(name, args.data_dir)
+    for text in args.text:
+        check_text(text)
+    configs = [word for word in args.source if Path(word).suffix in (".yml", ".yaml")]
+    weights = [word for word in args.source if word not in configs]
+    official = read_generation(*configs)
+    source = weights[0] if weights else official.weights
+    if len(weights) > 1 or source is None:
+        raise UserError(f"give one model, not {' '.join(weights) or 'none'}, and config files that end in .yml")
+    model, tokenizer = open_model(
+        source,
+        config=load_config(*configs).model if official.has_model else None,
+        tokenizer=args.tokenizer,
+        vocab_file=official.vocab_file,
+        device=local_device(args.device),
+        dtype=args.dtype,
+    )
+    results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters}
+    if args.text:
+        results["texts"] = measure_texts(model, tokenizer, args)
+    if names:
+        results["tasks"], results["scorer"] = measure_tasks(model, tokenizer, names, args)
+    if rank() == 0:
+        show(Path(str(source)).name, results)
+        if args.out:
+            save(args.out, results)
+    leave()
+
+
+def check_text(text: str) -> None:
+    from tokenformer.data.sources import find_sources
+    from tokenformer.eval.perplexity import is_prepared
+
+    if not is_prepared(text):
+        find_sources([text])
+
+
+def measure_texts(model, tokenizer, args: argparse.Namespace) -> dict[str, Any]:
+    from tokenformer.eval.perplexity import open_documents, perplexity
+    from tokenformer.terminal import progress
+
+    out = {}
+    context = args.context or model.config.context
+    for text in args.text:
+        documents = open_documents(text, tokenizer, args.limit)
+        with progress(f"reading {Path(text).name}", None, " bytes") as advance:
+            measured = perplexity(
+                model,
+                documents,
+                tokenizer.end_of_document,
+                context=context,
+                stride=args.stride,
+                batch=max(1, args.batch_tokens // context),
+                advance=advance,
+            )
+        out[text] = measured.to_dict()
+    return out
+
+
+def measure_tasks(model, tokenizer, names: list[str], args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """By the harness where it is, else natively from local files."""
+    from tokenformer.eval.tasks import run_tasks
+    from tokenformer.terminal import progress
+
+    if not args.native:
+        try:
+            from tokenformer.eval import harness
+        except UserError:
+            if args.data_dir is None:
+                raise
+        else:
+            ours = harness.HarnessModel(model, tokenizer, batch_tokens=args.batch_tokens)
+            found = harness.run_harness(ours, names, data_dir=args.data_dir, limit=args.limit, log_samples=False)
+            return harness.metrics(found), "lm_eval"
+    from tokenformer.infer.packed import Packed
+
+    with progress("scoring", None) as advance:
+        packed = Packed(model)
+        found = run_tasks(
+            packed, tokenizer, names, args.data_dir, limit=args.limit, tokens=args.batch_tokens, advance=advance
+        )
+    return found, "native"
+
+
+def show(name: str, results: dict[str, Any]) -> None:
+    from tokenformer.eval.paper import HEAD, beside_paper
+    from tokenformer.eval.tasks import TASKS
+    from tokenformer.terminal import table
+
+    if "texts" in results:
+        head = ["text", "loss", "perplexity", "bits a token", "bits a byte", "tokens", "bytes"]
+        keys = ("loss", "perplexity", "bits_per_token", "bits_per_byte")
+        rows = [
+            [path, *(f"{m[k]:.4f}" for k in keys), f"{m['tokens']:,}", f"{m['bytes']:,}"]
+            for path, m in results["texts"].items()
+        ]
+        table(head, rows)
+    if "tasks" in results:
+        others = {task: m for task, m in results["tasks"].items() if task not in TASKS}
+        rows = [[t, k, f"{v:.4f}"] for t, m in results["tasks"].items() for k, v in m.items() if k != "rows"]
+        table(["task", "measure", "value"], rows, title=f"by {results['scorer']}")
+        if len(others) < len(results["tasks"]):
+            printed = {task: TASKS[task].printed for task in TASKS}
+            rows = beside_paper(name, results["tasks"], printed)
+            table(HEAD, rows, title="accuracies in %, beside the paper's (HellaSwag and ARC-C: acc_norm)")
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    import json
+
+    from tokenformer.files import write_text
+
+    write_text(path, json.dumps(results, indent=1) + "\n")
+    print(path)

@@ -1,0 +1,281 @@
+"""EleutherAI's lm-evaluation-harness with our models: `--model tokenformer`, and its own command line with that.
+
+python -m tokenformer.eval.harness --model tokenformer --model_args pretrained=my-folder --tasks piqa [--data-dir DIR]
+
+Unusual: several GPUs (torchrun) share the requests inside the model; the harness sees one. With --data-dir it works
+from local files: tasks of the same names are written for them, and nothing is fetched.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenformer.errors import UserError
+from tokenformer.eval.perplexity import windows
+from tokenformer.eval.ranks import leave, local_device, rank, spread
+from tokenformer.eval.source import open_model
+from tokenformer.eval.tasks import TASKS, task_file
+from tokenformer.infer.engine import Engine
+from tokenformer.infer.sampling import Sampling
+from tokenformer.infer.scoring import score
+from tokenformer.infer.text import continue_ids
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    raise UserError(
+        f"the harness is not installed ({error}): pip install 'tokenformer[eval]', or score natively from --data-dir"
+    ) from None
+
+# what lm_eval's own task files say, for rows in our files' fields
+_TEXTS: dict[str, dict[str, Any]] = {
+    "lambada_openai": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
+        "doc_to_target": "{{' '+text.split(' ')[-1]}}",
+    },
+    "hellaswag": {"doc_to_text": "{{query}}", "doc_to_choice": "choices", "doc_to_target": "gold"},
+    "piqa": {
+        "doc_to_text": "Question: {{goal}}\nAnswer:",
+        "doc_to_choice": "{{[sol1, sol2]}}",
+        "doc_to_target": "label",
+    },
+    "arc_easy": {
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+    },
+    "winogrande": {
+        "doc_to_text": "{{answer|int - 1}}",
+        "doc_to_choice": "{{[sentence.split('_')[0] + option1, sentence.split('_')[0] + option2]}}",
+        "doc_to_target": "{{sentence[sentence.index('_') + 1:].strip()}}",
+    },
+}
+_TEXTS["arc_challenge"] = _TEXTS["arc_easy"]
+
+
+def write_tasks(names: Sequence[str], data_dir: str | Path, folder: Path) -> None:
+    """Task files of the harness (YAML) for the rows in `data_dir`."""
+    for name in names:
+        task = TASKS[name]
+        config = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(task_file(name, data_dir).resolve())}},
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            **_TEXTS[name],
+            "metric_list": [
+                {
+                    "metric": m,
+                    "aggregation": "perplexity" if m == "perplexity" else "mean",
+                    "higher_is_better": m != "perplexity",
+                }
+                for m in task.measures
+            ],
+            "metadata": {"version": 1.0},
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
+
+
+def offline() -> None:
+    """Nothing is fetched from here on."""
+    import datasets
+
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        os.environ[name] = "1"
+    datasets.config.HF_DATASETS_OFFLINE = True
+    datasets.disable_progress_bars()
+
+
+@register_model("tokenformer")
+class HarnessModel(TemplateLM):
+    """A model of ours for the harness. `pretrained` is whatever `tokenformer.load` takes."""
+
+    def __init__(
+        self,
+        pretrained: Any,
+        tokenizer: Any = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        batch_size: int | str | None = None,
+        max_length: int | None = None,
+        batch_tokens: int = 16384,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if isinstance(pretrained, str | Path):
+            pretrained, tokenizer = open_model(
+                pretrained, tokenizer=tokenizer, device=local_device(device), dtype=dtype
+            )
+        self.ours, self.words = pretrained, tokenizer
+        self.engine = Engine(pretrained, vocab=tokenizer.vocab_size)
+        self.max_length = min(int(max_length or pretrained.config.context), pretrained.config.context)
+        self.batch_tokens = int(batch_tokens)
+        self.batch = int(str(batch_size)) if str(batch_size).isdigit() else 32
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.words.end_of_document
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.words.name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.words.encode(string)
+
+    def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, **kwargs: Any) -> list:
+        pairs = [(before, after) for _, before, after in requests]
+        return [tuple(s) for s in self._score(pairs, quiet=disable_tqdm)]
+
+    def _score(self, pairs: list, quiet: bool) -> list:
+        from tokenformer.terminal import progress
+
+        with contextlib.ExitStack() as stack:
+            show = stack.enter_context(progress("scoring", len(pairs))) if rank() == 0 and not quiet else lambda n: None
+
+            def work(some: Sequence) -> list:
+                return score(self.engine.packed, some, context=self.max_length, tokens=self.batch_tokens, advance=show)
+
+            return spread(pairs, work)
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+        """Whole texts, in windows that share one token, each target counted once."""
+        pairs, owner = [], []
+        for i, request in enumerate(requests):
+            ids = [self.prefix_token_id, *self.tok_encode(request.args[0])]
+            for w in windows(len(ids) - 1, self.max_length, self.max_length):
+                pairs.append((ids[w.start : w.first + 1], ids[w.first + 1 : w.stop + 1]))
+                owner.append(i)
+        totals = [0.0] * len(requests)
+        for i, scored in zip(owner, self._score(pairs, disable_tqdm), strict=True):
+            totals[i] += scored.logprob
+        return totals
+
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        """Texts up to a stop string; requests of equal settings go together, sorted by length."""
+        groups: dict[str, list[int]] = {}
+        ids = [self.tok_encode(r.args[0]) or [self.eot_token_id] for r in requests]
+        for i, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        out = [""] * len(requests)
+        for settings, members in groups.items():
+            keys = json.loads(settings)
+            until = keys.get("until") or []
+            stops = [until] if isinstance(until, str) else list(until)
+            n = int(keys.get("max_gen_toks") or keys.get("max_new_tokens") or 256)
+            sampling = _sampling(keys)
+            if n >= self.max_length:
+                raise UserError(f"max_gen_toks is {n}, but the model's context is {self.max_length}: ask for fewer")
+            members.sort(key=lambda i: len(ids[i]))
+
+            def work(some: Sequence[int], stops=stops, n=n, sampling=sampling) -> list[str]:
+                texts: list[str] = []
+                for at in range(0, len(some), self.batch):
+                    part = some[at : at + self.batch]
+                    cut = [ids[i][-(self.max_length - n) :] for i in part]
+                    results = continue_ids(
+                        self.engine, self.words, [""] * len(part), cut, n, sampling, list(part), stops
+                    )
+                    texts += [r.text for r in results]
+                return texts
+
+            for i, text in zip(members, spread(members, work), strict=True):
+                out[i] = text
+        return out
+
+
+def _sampling(keys: dict[str, Any]) -> Sampling:
+    """The harness's words for sampling; greedy unless do_sample says otherwise (or a temperature alone is given)."""
+    temperature = float(keys.get("temperature") or 0.0)
+    if not keys.get("do_sample", temperature > 0):
+        return Sampling()
+    top_p = float(keys.get("top_p") or 0.0)
+    return Sampling(temperature or 1.0, int(keys.get("top_k") or 0), top_p, float(keys.get("min_p") or 0.0))
+
+
+@contextlib.contextmanager
+def local_tasks(names: Sequence[str], data_dir: str | Path) -> Iterator[Path]:
+    """A folder of task files for local rows, for as long as the block runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tasks(names, data_dir, Path(folder))
+        yield Path(folder)
+
+
+def run_harness(
+    model: Any, names: Sequence[str], *, data_dir: str | Path | None = None, limit: int | None = None, **keys: Any
+) -> dict[str, Any]:
+    """Results and samples of the harness: tasks by name, from the hub or from local files."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    with contextlib.ExitStack() as stack:
+        if data_dir is None:
+            manager = TaskManager()
+            unknown = [name for name in names if not manager.match_tasks([name])]
+            if unknown:
+                raise UserError(f"the harness knows no task '{unknown[0]}': see `lm-eval ls tasks`")
+        else:
+            offline()
+            folder = stack.enter_context(local_tasks(names, data_dir))
+            manager = TaskManager(include_path=str(folder), include_defaults=False)
+        return (
+            lm_eval.simple_evaluate(
+                model=model, tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, **keys
+            )
+            or {}
+        )
+
+
+def metrics(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Plain names: acc, acc_norm, perplexity and their standard errors."""
+    out: dict[str, dict[str, float]] = {}
+    for task, measured in results["results"].items():
+        plain = {name.removesuffix(",none"): value for name, value in measured.items() if name.endswith(",none")}
+        out[task] = {name: value for name, value in plain.items() if isinstance(value, int | float)}
+        if task in results.get("n-samples", {}):
+            rows = out[task]["rows"] = results["n-samples"][task]["effective"]
+            for name in {"acc", "acc_norm"} & out[task].keys():  # of ones and zeros
+                share = out[task][name]
+                out[task][f"{name}_stderr"] = math.sqrt(share * (1 - share) / max(1, rows - 1))
+    return out
+
+
+def main() -> int:
+    """The harness's own command line; --data-dir is ours."""
+    from lm_eval.__main__ import cli_evaluate
+
+    arguments, data_dir = sys.argv[1:], None
+    for i, word in enumerate(arguments):
+        if word == "--data-dir":
+            data_dir = arguments[i + 1] if i + 1 < len(arguments) else None
+            del arguments[i : i + 2]
+            break
+    with contextlib.ExitStack() as stack:
+        if data_dir is not None:
+            offline()
+            here = [name for name in TASKS if any(Path(data_dir).glob(TASKS[name].file + ".jsonl*"))]
+            arguments += ["--include_path", str(stack.enter_context(local_tasks(here, data_dir)))]
+        if rank() != 0:  # it has the same results; one of them speaks
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        sys.argv = [sys.argv[0], *arguments]
+        try:
+            cli_evaluate()
+        except UserError as error:
+            print(f"tokenformer: {error}", file=sys.stderr)
+            return 2
+        finally:
+            leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The six zero-shot tasks of the paper on local files, scored without the harness and equal to it.
+
+Legend of a file: JSON lines (also .xz); the fields are those that docs/evaluation.md lists.
+"""
+
+import json
+import lzma
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenformer.data.tokenizer import Tokenizer
+from tokenformer.errors import UserError
+from tokenformer.eval.ranks import spread
+from tokenformer.infer.packed import Packed
+from tokenformer.infer.scoring import Scored, score
+
+
+@dataclass(frozen=True)
+class Question:
+    """Pairs of context and continuation, which of them is right, and the lengths that acc_norm divides by."""
+
+    pairs: list[tuple[str, str]]
+    gold: int
+    lengths: list[int]
+
+
+def _lambada(row: dict[str, Any]) -> Question:
+    before, _, word = row["text"].rpartition(" ")
+    return Question([(before, " " + word)], 0, [len(word)])
+
+
+def _hellaswag(row: dict[str, Any]) -> Question:
+    return _choices(row["query"], row["choices"], row["gold"])
+
+
+def _piqa(row: dict[str, Any]) -> Question:
+    return _choices(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"])
+
+
+def _arc(row: dict[str, Any]) -> Question:
+    return _choices(f"Question: {row['question']}\nAnswer:", row["choices"], row["gold"])
+
+
+def _winogrande(row: dict[str, Any]) -> Question:
+    """The same ending after either option: which beginning makes it likelier."""
+    before, _, after = row["sentence"].partition("_")
+    options = [before + row["option1"], before + row["option2"]]
+    pairs = [(option, " " + after.strip()) for option in options]
+    return Question(pairs, int(row["answer"]) - 1, [len(option) for option in options])
+
+
+def _choices(context: str, choices: list[str], gold: int) -> Question:
+    return Question([(context, " " + choice) for choice in choices], int(gold), [len(choice) for choice in choices])
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which file, how a row becomes a question, its measures, and the one that the paper prints."""
+
+    file: str
+    ask: Callable[[dict[str, Any]], Question]
+    measures: tuple[str, ...]
+    printed: str
+    fields: tuple[str, ...]
+
+
+_CHOICE = ("acc", "acc_norm")
+TASKS = {
+    "lambada_openai": Task("lambada_openai_test", _lambada, ("perplexity", "acc"), "acc", ("text",)),
+    "hellaswag": Task("hellaswag_val", _hellaswag, _CHOICE, "acc_norm", ("query", "choices", "gold")),
+    "piqa": Task("piqa_valid", _piqa, _CHOICE, "acc", ("goal", "sol1", "sol2", "label")),
+    "arc_easy": Task("arc_easy_test", _arc, _CHOICE, "acc", ("question", "choices", "gold")),
+    "arc_challenge": Task("arc_challenge_test", _arc, _CHOICE, "acc_norm", ("question", "choices", "gold")),
+    "winogrande": Task("winogrande_xl_dev", _winogrande, ("acc",), "acc", ("sentence", "option1", "option2", "answer")),
+}
+
+
+def task_file(name: str, folder: str | Path) -> Path:
+    """Where a task's rows are: .jsonl or .jsonl.xz."""
+    for ending in (".jsonl", ".jsonl.xz"):
+        path = Path(folder) / (TASKS[name].file + ending)
+        if path.is_file():
+            return path
+    raise UserError(f"{folder} has no {TASKS[name].file}.jsonl or .jsonl.xz for the task {name}: put it there")
+
+
+def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
+    path = task_file(name, folder)
+    rows = []
+    try:
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if limit is not None and len(rows) >= limit:
+                    break
+                row = json.loads(line)
+                missing = [field for field in TASKS[name].fields if field not in row]
+                if missing:
+                    raise UserError(f"{path}, line {number} lacks {', '.join(missing)}: see docs/evaluation.md")
+                rows.append(row)
+    except (ValueError, lzma.LZMAError, EOFError) as error:
+        raise UserError(f"{path} is not JSON lines ({error}): get it anew") from None
+    if not rows:
+        raise UserError(f"{path} has no rows: get it anew")
+    return rows
+
+
+def encode_pair(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
+    """Ids of a context and what follows it: cut apart after both were encoded as one text.
+
+    >>> from tokenformer.data.tokenizer import load_tokenizer
+    >>> encode_pair(load_tokenizer("byte"), "a ", "b")
+    ([98], [33, 99])
+    """
+    stripped = before.rstrip()
+    after, before = before[len(stripped) :] + after, stripped
+    if not before:
+        return [tokenizer.end_of_document], tokenizer.encode(after)
+    ids = tokenizer.encode(before)
+    return ids, tokenizer.encode(before + after)[len(ids) :]
+
+
+def measure(task: Task, questions: Sequence[Question], results: Sequence[Sequence[Scored]]) -> dict[str, float]:
+    """The measures of a task, and their standard errors."""
+    counts = {name: [] for name in task.measures}
+    for question, scored in zip(questions, results, strict=True):
+        chances = [s.logprob for s in scored]
+        if task.ask is _lambada:
+            counts["perplexity"].append(chances[0])
+            counts["acc"].append(float(scored[0].greedy))
+            continue
+        counts["acc"].append(float(_best(chances) == question.gold))
+        if "acc_norm" in counts:
+            each = [c / n for c, n in zip(chances, question.lengths, strict=True)]
+            counts["acc_norm"].append(float(_best(each) == question.gold))
+    out: dict[str, float] = {}
+    for name, values in counts.items():
+        mean = sum(values) / len(values)
+        spread_of = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
+        error = math.sqrt(spread_of / len(values))
+        if name == "perplexity":
+            mean, error = math.exp(-mean), math.exp(-mean) * error
+        out |= {name: mean, f"{name}_stderr": error}
+    return out | {"rows": len(questions)}
+
+
+def _best(values: list[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)  # the first of equals, as the harness
+
+
+def run_tasks(
+    packed: Packed,
+    tokenizer: Tokenizer,
+    names: Sequence[str],
+    folder: str | Path,
+    *,
+    limit: int | None = None,
+    tokens: int = 16384,
+    advance: Callable[[float], object] = lambda count: None,
+) -> dict[str, dict[str, float]]:
+    """Measures of each task on the files of a folder."""
+    rows = {name: read_rows(name, folder, limit) for name in names}  # all files are looked at before any is scored
+    out = {}
+    for name in names:
+        questions = [TASKS[name].ask(row) for row in rows[name]]
+        pairs = [encode_pair(tokenizer, *pair) for question in questions for pair in question.pairs]
+        scored = spread(pairs, lambda some: score(packed, some, tokens=tokens, advance=advance))
+        each, at = [], 0
+        for question in questions:
+            each.append(scored[at : at + len(question.pairs)])
+            at += len(question.pairs)
+        out[name] = measure(TASKS[name], questions, each)
+    return out
