@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tokenformer.config import ModelConfig as ModelConfig
     from tokenformer.errors import UserError as UserError
     from tokenformer.growth import grow as grow
+    from tokenformer.growth import shrink as shrink
     from tokenformer.growth import slice as slice
     from tokenformer.hub import load as load
     from tokenformer.hub import save as save
@@ -23,11 +24,23 @@ _DOOR = {
     "LanguageModel": "models",
     "Pattention": "models",
     "grow": "growth",
+    "shrink": "growth",
     "slice": "growth",
     "load": "hub",
     "save": "hub",
 }
-__all__ = ["Config", "LanguageModel", "ModelConfig", "Pattention", "UserError", "grow", "load", "save", "slice"]
+__all__ = [
+    "Config",
+    "LanguageModel",
+    "ModelConfig",
+    "Pattention",
+    "UserError",
+    "grow",
+    "load",
+    "save",
+    "shrink",
+    "slice",
+]
 
 
 def __getattr__(name: str):

@@ -86,7 +86,7 @@ def follow(model: LanguageModel, growth: Plan, *, share: bool = False) -> Langua
     """The model after a growth that was planned."""
     old = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
-    for name, tensor in growth.tensors(dict(old)):
+    for name, tensor in growth.tensors(old):
         kept = growth.recipes[name].old
         alike = kept is not None and tensor is old[kept]
         tensors[name] = tensor.detach().clone() if alike and not share else tensor

@@ -1,7 +1,7 @@
 """A growth before it happens: the new config, and for each new parameter a recipe that says where its rows come from.
 
-Unusual: nothing is read here but names, so a plan is made in no time and memory; applying it may release old tensors
-as it goes. New values belong to (seed, how many growths came before, name), never to a global random state.
+Unusual: a plan is made from names alone, in no time and memory, and followed one tensor at a time. New values belong
+to (seed, how many growths came before, name), never to a global random state.
 """
 
 import math
@@ -106,14 +106,10 @@ class Plan:
     def number(self) -> int:
         return self.event["number"]
 
-    def tensors(self, old: dict[str, Tensor], release: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """The new tensors one by one. With `release` each old one is taken out of the dictionary once it was used."""
-        last = {read: name for name, recipe in self.recipes.items() for read in recipe.reads()}
+    def tensors(self, old: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The new tensors one by one, layer by layer; from a lazy mapping the old ones are read as they are needed."""
         for name, recipe in self.recipes.items():
             yield name, recipe.make(name, old, self)
-            for read in recipe.reads() if release else ():
-                if last[read] == name:
-                    del old[read]
 
     def state(self, old: State) -> State:
         """The optimizer's state after the growth. New parameters have none: their optimizer begins them itself."""
@@ -133,7 +129,7 @@ class Grown(NamedTuple):
     event: dict
 
 
-def apply(plan: Plan, tensors: dict[str, Tensor], state: State | None = None) -> Grown:
+def apply(plan: Plan, tensors: Mapping[str, Tensor], state: State | None = None) -> Grown:
     """All of a plan at once; the old tensors stay as they are, and those that did not change are shared.
 
     `state=None` drops the optimizer's state, as the official code does.

@@ -133,7 +133,7 @@ def _deeper(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def recipes(names: list[str], where: list, old: Table, new: Table, rules: Mapping[str, str]) -> dict[str, Recipe]:
-    """A recipe for each parameter of the grown model, layer by layer, so that old layers can be released on the way."""
+    """A recipe for each parameter of the grown model, layer by layer."""
     blocks: dict[str, dict[int, list[str]]] = {}
     for name in names:
         if match := _BLOCK.fullmatch(name):

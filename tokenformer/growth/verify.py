@@ -47,7 +47,7 @@ def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> C
         loss_before=loss(old, ids),
         loss_after=loss(new, ids),
         rule=plan.event["rule"],
-        gradient=gradient(new, ids, plan),
+        gradient=gradient(new, ids[:1, :129], plan),  # a few rows show which tokens learn, at little memory
     )
 
 

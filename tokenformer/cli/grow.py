@@ -1,0 +1,189 @@
+"""A bigger model from a trained one: more parameter tokens, more layers, the same function. Prints a certificate.
+
+tokenformer grow my-folder --ffn-tokens 8560 --qkv-tokens 2140 --proj-tokens 2140 --out bigger
+tokenformer grow my-folder --to grow/354m --text held-out.txt --out bigger
+tokenformer grow my-folder --layers 24 --no-verify --out deeper
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenformer.config import PROJECTIONS
+from tokenformer.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tokenformer.config import ModelConfig
+    from tokenformer.growth import Plan
+    from tokenformer.growth.verify import Certificate
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", help="a folder, a weight file, or a hub name")
+    add("config", nargs="*", help="config files, for official weights that have none beside them")
+    add("--out", required=True, type=Path, help="the folder to make")
+    for which in PROJECTIONS:
+        add(f"--{which}-tokens", type=int, metavar="N", help="parameter tokens of a layer in total afterwards")
+    add("--layers", type=int, metavar="N", help="blocks in total afterwards")
+    add("--to", metavar="CONFIG", help="take these sizes from a config or preset, such as grow/354m")
+    add(
+        "--new-tokens",
+        nargs="+",
+        metavar="RULE",
+        help="segment (default), zero_key, zero_value or random; or one for each, such as ffn=segment qkv=zero_key",
+    )
+    add("--tau", choices=["hold", "sqrt_n"], help="τ where rows are appended (default: hold for zero_key, else sqrt_n)")
+    add("--positions", nargs="+", metavar="WHERE", help="new blocks: even (default), end, or their layer numbers")
+    add("--new-layers", choices=["identity", "stack"], help="identity blocks (default), or copies of the blocks")
+    add("--dim", type=int, metavar="N", help="widen by Net2Net: exact for whole multiples")
+    add("--ffn-dim", type=int, metavar="N", help="widen the MLP of a baseline alone: exact")
+    add("--widen", choices=["net2net", "block"], help="the rule of --dim and --ffn-dim (block: the paper's form)")
+    add("--seed", type=int, default=0, help="of the new values (default 0)")
+    add("--no-verify", action="store_true", help="do not run both models; needs the memory of the new one alone")
+    add("--text", type=Path, help="text to verify on, beside random tokens")
+    add(
+        "--tokenizer", help="for --text: a tokenizer.json, its folder, byte or gpt-neox-20b (default: the source's own)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    from tokenformer import growth, hub
+    from tokenformer.config import load
+    from tokenformer.files import refuse_existing
+    from tokenformer.growth.verify import verify
+    from tokenformer.hub.official_config import load_config
+    from tokenformer.hub.stream import Stored, write_stream
+    from tokenformer.models import cost
+
+    refuse_existing(args.out)
+    if args.text and args.no_verify:
+        raise UserError("--text is for verifying, and --no-verify leaves that out: give one of them")
+    wanted = load(args.to).model if args.to else None
+    given = load_config(*args.config).model if args.config else None
+    model, lazy = None, args.no_verify and given is None and hub.locate(args.source)[0] == "ours"
+    if lazy:
+        stored = Stored(args.source)  # read tensor by tensor
+        config, history, tensors, dtypes = stored.config, stored.history, stored, stored.dtypes
+    else:
+        model = hub.load(args.source, config=given)
+        config, history, tensors = model.config, model.history, {n: p.detach() for n, p in model.named_parameters()}
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    how = _how(args) | (_sizes(config, wanted) if wanted else {})
+    plan = growth.plan(config, list(tensors), **how, number=len(history))
+    before, after = cost(config).parameters, cost(plan.config).parameters
+    tokenizer = hub.tokenizer_json(args.source)
+    if model is None or args.no_verify:
+        types = {name: dtypes[min(recipe.reads())] for name, recipe in plan.recipes.items()}
+        write_stream(args.out, plan.config, [*history, plan.event], plan.tensors(tensors), types, tokenizer)
+    else:
+        width = max(dtype.itemsize for dtype in dtypes.values()) / 1e6
+        print(
+            f"verifying holds both models and gradients of what is new: {width * (before + after):,.0f} to "
+            f"{width * (before + 4 * after):,.0f} MB and activations (--no-verify: a tensor at a time)",
+            flush=True,
+        )
+        ids = {"random tokens": random_ids(config, args.seed)}
+        if args.text:
+            ids[args.text.name] = text_ids(args.text, args.source, config, args.tokenizer, 1 << 13)
+        bigger = growth.follow(model, plan, share=True)
+        show({what: verify(model, bigger, i, plan) for what, i in ids.items()}, plan)
+        hub.save(bigger, args.out, tokenizer_json=tokenizer)
+    print(f"{args.out}: {before:,} → {after:,} parameters")
+
+
+def _how(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `growth.plan` that were given."""
+    names = (
+        "qkv_tokens",
+        "proj_tokens",
+        "ffn_tokens",
+        "layers",
+        "tau",
+        "new_layers",
+        "dim",
+        "ffn_dim",
+        "widen",
+        "seed",
+    )
+    how: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    rules = args.new_tokens or []
+    if any("=" in rule for rule in rules):
+        how["new_tokens"] = dict(rule.partition("=")[::2] for rule in rules)
+    elif rules:
+        how["new_tokens"] = "+".join(rules)
+    if args.positions:
+        words = all(word.isdigit() for word in args.positions)
+        how["positions"] = [int(word) for word in args.positions] if words else " ".join(args.positions)
+    return how
+
+
+def _sizes(config: "ModelConfig", wanted: "ModelConfig") -> dict[str, int]:
+    """The totals of the wanted model that this one has not."""
+    from tokenformer.growth.shape import sizes
+
+    if (config.kind, config.dim) != (wanted.kind, wanted.dim):
+        raise UserError(
+            f"--to names a {wanted.kind} of dim {wanted.dim}, but this is a {config.kind} of dim {config.dim}: "
+            "tokens and layers grow at the same dim (--dim widens)"
+        )
+    now, then = sizes(config), sizes(wanted)
+    if uneven := [name for name, size in then.items() if isinstance(size, list)]:
+        raise UserError(f"--to names a model whose layers differ in {uneven[0]}: give the sizes themselves")
+    return {name: size for name, size in then.items() if size != now[name]}
+
+
+def random_ids(config: "ModelConfig", seed: int) -> "Tensor":
+    import torch
+
+    length = min(config.context, 128)
+    return torch.randint(config.vocab, (4, length), generator=torch.Generator().manual_seed(seed))
+
+
+def text_ids(path: Path, source: str, config: "ModelConfig", tokenizer: str | None, tokens: int) -> "Tensor":
+    """About so many tokens of a text, in rows of the model's context (512 at most) from all over it."""
+    import torch
+
+    from tokenformer import hub
+    from tokenformer.data.tokenizer import FileTokenizer, load_tokenizer
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text ({error}): give a text file in UTF-8") from None
+    own = None if tokenizer else hub.tokenizer_json(source)
+    if tokenizer is None and own is None and config.vocab not in (384, 50304):
+        raise UserError(f"{source} has no tokenizer beside it: name one with --tokenizer")
+    default = "byte" if config.vocab == 384 else "gpt-neox-20b"
+    encoder = FileTokenizer(own, source) if own else load_tokenizer(tokenizer or default)
+    length = min(config.context, 512)
+    rows = max(1, tokens // length)
+    piece = max(1, len(text) // rows)  # a row begins in each piece; 8 characters a token are enough for it
+    starts = range(0, max(1, len(text) - piece + 1), piece)
+    encoded = [encoder.encode(text[start : start + 8 * length])[:length] for start in list(starts)[:rows]]
+    full = [ids for ids in encoded if len(ids) == length]
+    if not full:
+        raise UserError(f"{path} is shorter than {length} tokens: give a longer text")
+    if max(map(max, full)) >= config.vocab:
+        raise UserError(f"the tokenizer has ids beyond the model's vocabulary {config.vocab}: give the one that fits")
+    return torch.tensor(full)
+
+
+def show(certificates: dict[str, "Certificate"], plan: "Plan") -> None:
+    """Print what verifying found."""
+    from tokenformer.terminal import table
+
+    rule = ", ".join(f"{which} {name}" for which, name in plan.event["rule"].items())
+    added = f", new blocks at {plan.event['new_layers']}" if plan.event["new_layers"] else ""
+    promise = "exact up to rounding" if plan.exact else "changes the function"
+    print(f"rule: {rule or 'identity blocks'}{added}: {promise}")
+    rows = [
+        [what, f"{c.logit_absolute:.2e}", f"{c.logit_relative:.2e}", f"{c.loss_before:.6f}", f"{c.loss_after:.6f}"]
+        for what, c in certificates.items()
+    ]
+    table(["on", "largest change of a logit", "relative", "loss before", "after"], rows)
+    _, certificate = list(certificates.items())[-1]
+    rows = [[what, a.rows, a.at_once, a.within_two] for what, a in certificate.gradient.items()]
+    table(["new", "rows", "learn at once", "within two steps"], rows)

@@ -1,0 +1,53 @@
+"""A smaller model from a trained one: the parameter tokens that do least on a text go, or the newest.
+
+tokenformer shrink my-folder --ratio 0.5 --text sample.txt --out smaller
+tokenformer shrink my-folder --ffn-tokens 2304 --by newest --out as-before
+"""
+
+import argparse
+from pathlib import Path
+
+from tokenformer.config import PROJECTIONS
+from tokenformer.errors import UserError
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", help="a folder, a weight file, or a hub name")
+    add("config", nargs="*", help="config files, for official weights that have none beside them")
+    add("--out", required=True, type=Path, help="the folder to make")
+    for which in PROJECTIONS:
+        add(f"--{which}-tokens", type=int, metavar="N", help="parameter tokens of a layer that stay")
+    add("--ratio", type=float, metavar="SHARE", help="instead: the share of all parameter tokens that stays")
+    add("--by", choices=["energy", "newest"], default="energy", help="who goes: what does least on the text (default)")
+    add("--across", choices=["layer", "model"], default="layer", help="as many in every layer, or where they do most")
+    add("--tau", choices=["match", "hold", "sqrt_n"], help="default: match on the text, sqrt_n without one")
+    add("--text", type=Path, help="text to measure on, and to report the change in loss")
+    add("--tokens", type=int, default=1 << 15, help="how much of the text, in tokens (default 32768)")
+    add(
+        "--tokenizer", help="for --text: a tokenizer.json, its folder, byte or gpt-neox-20b (default: the source's own)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    from tokenformer import growth, hub
+    from tokenformer.cli.grow import text_ids
+    from tokenformer.files import refuse_existing
+    from tokenformer.hub.official_config import load_config
+
+    refuse_existing(args.out)
+    if args.text is None and args.by == "energy":
+        raise UserError("shrinking by energy measures on a text: give one with --text, or --by newest")
+    model = hub.load(args.source, config=load_config(*args.config).model if args.config else None)
+    ids = text_ids(args.text, args.source, model.config, args.tokenizer, args.tokens) if args.text else None
+    sizes = {f"{which}_tokens": getattr(args, f"{which}_tokens") for which in PROJECTIONS}
+    how = {"ratio": args.ratio, "by": args.by, "across": args.across, "tau": args.tau}
+    smaller = growth.shrink(model, ids, **sizes, **how)
+    hub.save(smaller, args.out, tokenizer_json=hub.tokenizer_json(args.source))
+    event = smaller.history[-1]
+    for name, before in event["before"].items():
+        print(f"{name}: {before} → {event['after'][name]}")
+    if ids is not None:
+        change = f"{event['loss_before']:.4f} → {event['loss_after']:.4f}"
+        print(f"loss on {ids.numel():,} tokens of {args.text.name}: {change}")
+    print(f"{args.out}: {model.cost().parameters:,} → {smaller.cost().parameters:,} parameters")
