@@ -33,7 +33,7 @@ print(time.perf_counter() - start, time.process_time() - cpu)
 WHOLE = """
 import sys, numpy, pathlib
 from tokenformer.data.tokenizer import load_tokenizer
-text = pathlib.Path(sys.argv[1]).read_text(encoding="utf-8", newline="")
+text = pathlib.Path(sys.argv[1]).read_bytes().decode()
 ids = load_tokenizer("gpt-neox-20b")._inner.encode_batch_fast([text])[0].ids
 numpy.array([*ids, 0], numpy.uint16).tofile(sys.argv[2])
 """

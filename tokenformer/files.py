@@ -5,6 +5,7 @@ The manifest is written last, so its presence says that a folder is complete.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import http.client
 import json
@@ -159,18 +160,35 @@ def download(url: str, path: str | Path, *, checksum: str | None = None, tries: 
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     part, about = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
+    with open(path.with_name(path.name + ".part.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # others that want it too wait, and then find it
+        if not path.is_file():
+            _fetch_all(url, part, about, tries, pause)
+            expected = checksum or json.loads(about.read_text())["sha256"]
+            if expected and sha256(part) != expected:
+                part.unlink()
+                about.unlink()
+                raise UserError(f"what came from {url} has not the checksum {expected}: start again to fetch it anew")
+            sync(part)
+            os.replace(part, path)
+            about.unlink()
+            sync(path.parent)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(lock.name)
+    return path
+
+
+def _fetch_all(url: str, part: Path, about: Path, tries: int, pause: float) -> None:
+    """Ask again until the part is whole, or until nothing came `tries` times."""
     failures = 0
-    with meter(f"fetching {path.name}", None) as show:
+    with meter(f"fetching {part.stem}", None) as show:
         while True:
             had = part.stat().st_size if part.exists() else 0
             try:
-                linked = _fetch(url, part, about, show)
-                break
+                return _fetch(url, part, about, show)
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                    raise UserError(
-                        f"there is no room left for {path}: free some and start again to continue"
-                    ) from None
+                    raise UserError(f"there is no room left for {part}: free some and start again") from None
                 have = part.stat().st_size if part.exists() else 0
                 failures = 1 if have > had else failures + 1
                 offline = isinstance(getattr(error, "reason", None), socket.gaierror)
@@ -181,20 +199,10 @@ def download(url: str, path: str | Path, *, checksum: str | None = None, tries: 
                         f"again to continue{kept}, or give the path of a local copy"
                     ) from None
                 time.sleep(pause * 2 ** (failures - 1))
-    expected = checksum or linked
-    if expected and sha256(part) != expected:
-        part.unlink()
-        about.unlink()
-        raise UserError(f"what came from {url} does not have the checksum {expected}: start again to fetch it anew")
-    sync(part)
-    os.replace(part, path)
-    about.unlink()
-    sync(path.parent)
-    return path
 
 
-def _fetch(url: str, part: Path, about: Path, show: Callable[[float, str], None]) -> str:
-    """One request; appends to `part` and returns when it is whole, with the sha256 that the hub names, if any."""
+def _fetch(url: str, part: Path, about: Path, show: Callable[[float, str], None]) -> None:
+    """One request; appends to `part` and returns when it is whole."""
     known: dict[str, Any] = json.loads(about.read_text()) if about.exists() and part.exists() else {}
     have = part.stat().st_size if known.get("version") else 0  # without a version we could not know what to continue
     redirects = _Redirects()
@@ -207,7 +215,7 @@ def _fetch(url: str, part: Path, about: Path, show: Callable[[float, str], None]
     except urllib.error.HTTPError as error:
         if error.code == 416:  # nothing behind what we have: whole, or another file now
             if error.headers.get("Content-Range") == f"bytes */{have}" and known.get("total") == have:
-                return known["sha256"]
+                return
             part.unlink()
             raise OSError("the file changed, starting over") from None
         if error.code >= 500 or error.code in (408, 429):
@@ -237,4 +245,3 @@ def _fetch(url: str, part: Path, about: Path, show: Callable[[float, str], None]
                 show(have, f"{have / 1e6:.1f}{whole} MB, {rate:.1f} MB/s{left}")
     if total is not None and have < total:
         raise OSError(f"it broke off after {have:,} of {total:,} bytes")
-    return known["sha256"]

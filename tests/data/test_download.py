@@ -95,7 +95,7 @@ def server():
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
+    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".lock"))
 
 
 def test_a_file_comes_whole_under_its_name(server, tmp_path):
@@ -146,7 +146,7 @@ def test_a_part_that_was_already_whole_takes_its_name(server, tmp_path):
 
 
 def test_a_wrong_checksum_is_refused_and_removed(server, tmp_path):
-    with pytest.raises(UserError, match="does not have the checksum 00"):
+    with pytest.raises(UserError, match="has not the checksum 00"):
         download(server.url, tmp_path / "f", checksum="00" * 32)
     assert names(tmp_path) == []
 
@@ -155,7 +155,7 @@ def test_the_checksum_that_a_hub_names_is_used(server, tmp_path):
     server.linked = hashlib.sha256(CONTENT).hexdigest()
     assert download(server.url, tmp_path / "f").read_bytes() == CONTENT
     server.linked = "ab" * 32
-    with pytest.raises(UserError, match="does not have the checksum abab"):
+    with pytest.raises(UserError, match="has not the checksum abab"):
         download(server.url, tmp_path / "g")
 
 
@@ -195,6 +195,26 @@ def test_killed_while_fetching_it_goes_on(server, tmp_path):
     assert int(server.asked[-1][0].removeprefix("bytes=").rstrip("-")) >= 100_000
 
 
+@pytest.mark.multi
+def test_several_processes_that_want_one_file_fetch_it_once(server, tmp_path):
+    server.seconds_a_block = 0.01
+    code = "import sys; from tokenformer.files import download; download(sys.argv[1], sys.argv[2])"
+    runs = [subprocess.Popen([sys.executable, "-c", code, server.url, str(tmp_path / "f")]) for _ in range(3)]
+    assert [run.wait() for run in runs] == [0, 0, 0]
+    assert (tmp_path / "f").read_bytes() == CONTENT and len(server.asked) == 1
+
+
+def test_a_shard_of_a_named_set_fetches_its_own_archives_alone(server, tmp_path):
+    server.content = b'{"text": "a"}'
+    old = named.SETS["pile"]
+    named.SETS["pile"] = named.NamedSet(tuple(f"{server.url}/{i}.jsonl" for i in range(5)))
+    try:
+        assert [Path(s.path).name for s in named.fetch("pile", tmp_path, (2, 2))] == ["2.jsonl", "3.jsonl", "4.jsonl"]
+        assert len(server.asked) == 3
+    finally:
+        named.SETS["pile"] = old
+
+
 def test_a_named_set_is_fetched_read_and_checked(server, tmp_path):
     import zipfile
 
@@ -207,7 +227,8 @@ def test_a_named_set_is_fetched_read_and_checked(server, tmp_path):
     old = named.SETS["enwik8"]
     named.SETS["enwik8"] = named.NamedSet((url,), old.reading, hashlib.md5(text).hexdigest())
     try:
-        assert named.fetch("enwik8", tmp_path / "d") == [tmp_path / "d" / "enwik8" / "enwik8.zip"]
+        [source] = named.fetch("enwik8", tmp_path / "d")
+        assert (source.path, source.member) == (str(tmp_path / "d" / "enwik8" / "enwik8.zip"), "enwik8")
         named.SETS["enwik8"] = named.NamedSet((url,), old.reading, "0" * 32)
         with pytest.raises(UserError, match="is not enwik8"):
             named.fetch("enwik8", tmp_path / "e")

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     shard = _shard(args.shard) if args.shard else None
     downloads = args.downloads or Path(args.out) / "downloads"
     prefix = prepare(
-        inputs or (lambda: fetch(str(named), downloads)),
+        inputs or (lambda: fetch(str(named), downloads, shard)),
         args.out,
         args.name or named or _name(inputs),
         tokenizer=args.tokenizer,

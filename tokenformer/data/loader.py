@@ -120,7 +120,8 @@ class Loader:
         return f"data={'+'.join(parts)} {order}{asked}"
 
     def _check_one_tokenizer(self) -> None:
-        known = [(s.prefix.name, s.description["tokenizer"]) for s in self.sets if s.description]
+        known = [(s.prefix.name, (s.description or {}).get("tokenizer")) for s in self.sets]
+        known = [(name, tokenizer) for name, tokenizer in known if tokenizer]
         for name, tokenizer in known:
             if tokenizer["sha256"] != known[0][1]["sha256"]:
                 raise UserError(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenformer.data.sources import find_sources, open_source
+from tokenformer.data.sources import Source, find_sources, open_source, take_shard
 from tokenformer.data.texts import Reading
 from tokenformer.errors import UserError
 from tokenformer.files import download
@@ -33,22 +33,26 @@ SETS = {
     "pile": NamedSet(tuple(_PILE.format(i) for i in range(30))),
     "pile_subset": NamedSet((_PILE.format(0),)),
     # rows are lines; an article begins with its title, " = Title = "
-    "wikitext": NamedSet(tuple(_WIKITEXT.format(i) for i in range(2)), Reading(heading=r" = [^=].*[^=] = \n?")),
+    "wikitext": NamedSet(tuple(_WIKITEXT.format(i) for i in range(2)), Reading(heading=r" = [^=]+ = \n?")),
 }
 
 
-def fetch(name: str, folder: str | Path) -> list[Path]:
-    """Download the archives of a set, as far as they are not there; the published checksum of the text is checked."""
-    known = SETS[name]
+def fetch(name: str, folder: str | Path, shard: tuple[int, int] | None = None) -> list[Source]:
+    """The sources of a set (of a shard of it), downloaded as far as they are not there.
+
+    The published checksum of the text is checked where there is one.
+    """
+    known, folder = SETS[name], Path(folder) / name
+    many = len(known.urls) > 1  # then a shard fetches its own archives alone
     paths = []
-    for url in known.urls:
-        path = Path(folder) / name / url.rsplit("/", 1)[1]
+    for url in take_shard(known.urls, shard if many else None):
+        path = folder / url.rsplit("/", 1)[1]
         fresh = not path.is_file()
         paths.append(download(url, path))
         if known.md5 and fresh and text_md5(path) != known.md5:
             path.unlink()
             raise UserError(f"what came from {url} is not {name} (its checksum differs): start again to fetch it anew")
-    return paths
+    return take_shard(find_sources(paths), None if many else shard)
 
 
 def text_md5(path: str | Path) -> str:

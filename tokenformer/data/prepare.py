@@ -19,7 +19,7 @@ import numpy as np
 from tokenformer.data import indexed
 from tokenformer.data.encode import Encoded, Encoders
 from tokenformer.data.journal import Progress, Work, disk
-from tokenformer.data.sources import STDIN, Source, find_sources
+from tokenformer.data.sources import STDIN, Source, find_sources, take_shard
 from tokenformer.data.texts import Reading, read_units
 from tokenformer.data.tokenizer import BUNDLED, Tokenizer, dtype_for, fingerprint, load_tokenizer
 from tokenformer.errors import UserError
@@ -118,24 +118,8 @@ def _append(work: Work, piece: Piece, result: Encoded) -> None:
     work.append(result.ids, np.array(sizes, "<i4").tobytes(), progress)
 
 
-def take_shard(sources: list[Source], shard: tuple[int, int] | None) -> list[Source]:
-    """The sources of shard i of n (counted from 1): neighbours, so that merged shards are the whole.
-
-    >>> [s.path for s in take_shard([Source(x) for x in "abcde"], (2, 2))]
-    ['c', 'd', 'e']
-    """
-    if shard is None:
-        return sources
-    i, n = shard
-    if len(sources) < n:
-        raise UserError(
-            f"{len(sources)} files cannot be shared out over {n} shards: give at most {len(sources)} shards"
-        )
-    return sources[(i - 1) * len(sources) // n : i * len(sources) // n]
-
-
 def prepare(
-    inputs: Sequence[str | Path] | Callable[[], Sequence[str | Path]],
+    inputs: Sequence[str | Path] | Callable[[], list[Source]],
     out: str | Path,
     name: str,
     *,
@@ -148,8 +132,8 @@ def prepare(
     say: Callable[[str], object] = lambda sentence: None,
 ) -> Path:
     """Prepare `<out>/<name>_text_document.{bin,idx}` and `<out>/<name>.json`; gives the prefix. Continues what an
-    interrupted call with the same input and settings began. Inputs that must be fetched first may be a function: it is
-    called when everything else was found to be right.
+    interrupted call with the same input and settings began. Sources that must be fetched first come from a function; it
+    is called when everything else was found to be right.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +142,7 @@ def prepare(
     ...     indexed.Indexed(prefix).document(0).tolist()
     [105, 102, 109, 109, 112, 0]
     """
-    reading, workers = reading or Reading(), workers or os.cpu_count() or 1
+    reading, workers = reading or Reading(), workers or len(os.sched_getaffinity(0))
     if workers < 1:
         raise UserError(f"--workers {workers} cannot work: give 1 or more")
     encoder = load_tokenizer(tokenizer, end)
@@ -182,8 +166,7 @@ def prepare(
 
     if not (folder / "final").exists():
         refuse_existing()
-    inputs = inputs() if callable(inputs) else inputs
-    sources = take_shard(find_sources(inputs), shard)
+    sources = inputs() if callable(inputs) else take_shard(find_sources(inputs), shard)
     dtype = np.dtype(dtype_for(encoder.vocab_size))
     work = Work(folder, _settings(reading, encoder), [_stamp(s) for s in sources], dtype.itemsize)
     try:
@@ -196,7 +179,8 @@ def prepare(
             _encode_all(work, sources, reading, encoder, workers, end, say)
             if not work.progress.documents:
                 work.discard()
-                raise UserError(f"there is no text in {', '.join(map(str, inputs))}: nothing was written")
+                others = f" and {len(sources) - 1} other files" if len(sources) > 1 else ""
+                raise UserError(f"there is no text in {sources[0].name}{others}: nothing was written")
             _finish(work, prefix, encoder, dtype)
         work.publish(targets)
     finally:

@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from tokenformer.errors import UserError
 
+Item = TypeVar("Item")
 STDIN = "-"
 DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, tarfile.ReadError, zipfile.BadZipFile)
 
@@ -64,6 +65,20 @@ def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
     if sum(s.path == STDIN for s in found) > 1:
         raise UserError("standard input ('-') is named twice: it can be read once")
     return found
+
+
+def take_shard(files: Sequence[Item], shard: tuple[int, int] | None) -> list[Item]:
+    """What belongs to shard i of n (counted from 1): neighbours, so that merged shards are the whole.
+
+    >>> take_shard(["a", "b", "c", "d", "e"], (2, 2))
+    ['c', 'd', 'e']
+    """
+    if shard is None:
+        return list(files)
+    i, n = shard
+    if len(files) < n:
+        raise UserError(f"{len(files)} files cannot be shared out over {n} shards: give at most {len(files)} shards")
+    return list(files[(i - 1) * len(files) // n : i * len(files) // n])
 
 
 def _hidden(path: Path) -> bool:

@@ -16,7 +16,7 @@ from tokenformer.data.cutting import FRAGMENT, cut_near, fragments
 from tokenformer.data.sources import DAMAGE, Source, open_source, seekable
 from tokenformer.errors import UserError
 
-LONGEST_LINE = 1 << 28
+LONGEST_LINE = 1 << 27
 Format = Literal["text", "jsonl", "parquet"]
 _FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
@@ -131,6 +131,7 @@ def _json_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[str,
                 text = line.decode()
                 line = b""  # a line may be large: hold it once
                 row = json.loads(text)
+                text = ""
             except UnicodeDecodeError as error:
                 raise _Bad(f"{where} is not UTF-8 (byte {error.start}): convert it") from None
             except (ValueError, RecursionError) as error:
@@ -155,7 +156,9 @@ def _parquet_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[s
         table = parquet.ParquetFile(seekable(stream), pre_buffer=False)
         if how.field not in table.schema_arrow.names:
             raise UserError(f"{name} has no column '{how.field}' (it has {', '.join(table.schema_arrow.names)})")
-        for batch in table.iter_batches(batch_size=16, columns=[how.field]):
+        size = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
+        rows = max(1, min(64, (1 << 22) * table.metadata.num_rows // max(1, size)))  # large documents come one by one
+        for batch in table.iter_batches(batch_size=rows, columns=[how.field]):
             for value in batch.column(0):
                 number += 1
                 where, text = f"{name}, row {number},", value.as_py()
