@@ -1,0 +1,100 @@
+"""Growth inside a run as pure decisions: which models it passes through, whether it is time, what the rate is.
+
+What must survive a restart is small: the steps at which growths happened and the losses that a plateau is seen in.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tokenformer.config import ModelConfig
+from tokenformer.config_growth import GrowthStage
+from tokenformer.config_train import ScheduleConfig
+from tokenformer.growth.model import plan
+from tokenformer.strict import need
+
+
+def chain(model: ModelConfig, stages: Sequence[GrowthStage]) -> list[ModelConfig]:
+    """The models of a run: the first, and the one after each growth. Refuses what cannot be grown, before any step.
+
+    >>> tiny = ModelConfig(layers=1, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=4)
+    >>> [m.ffn_tokens for m in chain(tiny, [GrowthStage(at={"step": 10}, ffn_tokens=20)])]
+    [4, [4, 16]]
+    """
+    found, last = [model.resolved()], 0.0
+    for number, stage in enumerate(stages):
+        step = stage.at.get("step", last)
+        need(step >= last, f"growth stage {number + 1} is at step {step:g}, before the one in front of it: sort them")
+        last = step
+        found.append(plan(found[-1], [], **stage.how(), number=number).config)
+    return found
+
+
+@dataclass
+class Progress:
+    """What a run has grown so far: state that a checkpoint keeps."""
+
+    steps: list[int] = field(default_factory=list)  # at which each growth happened
+    losses: list[float] = field(default_factory=list)  # of the validations since the last one
+
+    def state_dict(self) -> dict:
+        return {"steps": list(self.steps), "losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.steps, self.losses = list(state["steps"]), list(state["losses"])
+
+    def grew(self, step: int) -> None:
+        self.steps.append(step)
+        self.losses.clear()
+
+
+def due(stages: Sequence[GrowthStage], progress: Progress, step: int, tokens_per_step: int) -> GrowthStage | None:
+    """The stage whose growth comes before step `step` (0 is the first) is taken, if one does.
+
+    >>> stages = [GrowthStage(at={"tokens": 1000}, ffn_tokens=20)]
+    >>> [due(stages, Progress(), step, tokens_per_step=300) is not None for step in (2, 3, 4, 5)]
+    [False, False, True, True]
+    """
+    if len(progress.steps) == len(stages):
+        return None
+    stage = stages[len(progress.steps)]
+    if "step" in stage.at:
+        return stage if step >= stage.at["step"] else None
+    if "tokens" in stage.at:
+        return stage if step * tokens_per_step >= stage.at["tokens"] else None
+    return stage if plateau(progress.losses, stage.at["plateau"], int(stage.at.get("patience", 3))) else None
+
+
+def plateau(losses: Sequence[float], share: float, patience: int) -> bool:
+    """Did the best loss of the last `patience` validations fall by less than this share of the best one before?
+
+    >>> plateau([4.0, 3.0, 2.9, 2.85], 0.2, 2), plateau([4.0, 3.0, 2.9, 2.85], 0.01, 2)
+    (True, False)
+    """
+    if len(losses) <= patience:
+        return False
+    return min(losses[-patience:]) > (1 - share) * min(losses[:-patience])
+
+
+def rate(
+    stages: Sequence[GrowthStage],
+    progress: Progress,
+    step: int,
+    steps: int,
+    schedule: ScheduleConfig,
+    factor: Callable[[ScheduleConfig, int, int], float],
+) -> float:
+    """What the peak rate is multiplied by in a step: the schedule in force, the stage's factor, its re-warming.
+
+    `factor(schedule, step, steps)` is the trainer's; a stage's own schedule counts from its growth.
+
+    >>> stages = [GrowthStage(at={"step": 10}, ffn_tokens=20, rate=0.5, warmup=4)]
+    >>> constant = lambda schedule, step, steps: 1.0
+    >>> [rate(stages, Progress(steps=[10]), step, 99, ScheduleConfig(), constant) for step in (10, 12, 14)]
+    [0.0, 0.25, 0.5]
+    """
+    start, scale = 0, 1.0
+    for stage, at in zip(stages, progress.steps, strict=False):
+        if stage.schedule is not None:
+            schedule, start = stage.schedule, at
+        scale = stage.rate * (min(1.0, (step - at) / stage.warmup) if stage.warmup else 1.0)
+    return scale * factor(schedule, step - start, steps - start)
