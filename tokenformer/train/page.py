@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenformer.files import write_text
-from tokenformer.train.plot import AXES, COLOURS, Curve, bounds
+from tokenformer.train.plot import AXES, COLOURS, LOSS, Curve, bounds
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 430, 58, 18, 16, 42
 MOST_POINTS = 1200  # of a curve; more are thinned evenly
@@ -48,6 +48,8 @@ def chart(curves: list[Curve], axis: str) -> str:
     for x in ticks(0, right, 8):
         parts.append(f'<text x="{place(x, low)[0]}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{short(x)}</text>')
     parts.append(f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{AXES[axis]}</text>')
+    parts.append(f'<text transform="translate(14,{(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
+                 f"{LOSS}</text>")  # fmt: skip
     legend, data = [], []
     for colour, curve in zip(COLOURS * len(curves), curves, strict=False):
         train, validation = thin(curve.train), thin(curve.validation)
@@ -62,7 +64,7 @@ def chart(curves: list[Curve], axis: str) -> str:
             parts.append(
                 f'<line class="grow" stroke="{colour}" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
             )
-            label = html.escape(f"grown {what}".strip())
+            label = html.escape(f"grown to {what}" if what else "grown")
             parts.append(
                 f'<text transform="translate({at + 13},{TOP + 6}) rotate(90)" style="fill:{colour}">{label}</text>'
             )

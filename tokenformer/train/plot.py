@@ -11,6 +11,7 @@ from tokenformer.errors import UserError
 from tokenformer.train.report import read_rows
 
 COLOURS = ("#0b6bcb", "#d1480f", "#1a7f4b", "#8a3ffc", "#b28600", "#0d8599", "#c2185b", "#5f6b7a")
+LOSS = "loss (nats a token)"
 AXES = {"step": "step", "tokens": "tokens", "hours": "hours", "compute": "training FLOPs"}
 
 
@@ -102,9 +103,10 @@ def draw_png(curves: list[Curve], path: str | Path, axis: str = "step", title: s
             axes.lines[-1].set_label(label)
         for x, what in curve.growths:
             axes.axvline(x, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.8)
-            axes.annotate(f"grown {what}".strip(), (x, high), (4, -4), textcoords="offset points", fontsize=8,
-                          color=colour, rotation=90, va="top", clip_on=True)  # fmt: skip
-    axes.set(xlim=(0, right), ylim=(low, high), xlabel=AXES[axis], ylabel="loss (nats a token)", title=title or None)
+            style = {"fontsize": 8, "color": colour, "rotation": 90, "va": "top", "clip_on": True}
+            label = f"grown to {what}" if what else "grown"
+            axes.annotate(label, (x, high), (4, -4), textcoords="offset points", **style)
+    axes.set(xlim=(0, right), ylim=(low, high), xlabel=AXES[axis], ylabel=LOSS, title=title or None)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, title="line with dots: validation" if any(c.validation for c in curves) else None)
