@@ -20,6 +20,10 @@ GOLDEN = Path(__file__).parent / "golden" / "indexed"
 ORDER = json.loads((GOLDEN / "sample_order.json").read_text())
 
 
+def tokens(order: OfficialOrder | PermutedOrder, position: int) -> list[int]:
+    return [int(t) for start, stop in order.pieces(position) for t in order.source.span(start, stop)]
+
+
 def test_the_official_split():
     assert bounds(21, [969, 30, 1]) == ORDER["split_index"]
 
@@ -38,12 +42,12 @@ def test_official_order_is_reproduced_exactly(tmp_path, name, case):
         tmp_path,
     )
     assert order.epochs == case["num_epochs"]
-    assert order.documents.tolist() == case["doc_idx"]
+    assert order.documents_shuffled.tolist() == case["doc_idx"]
     rows, offsets = order.locate(np.arange(len(case["sample_idx"])))
     assert [list(pair) for pair in zip(rows.tolist(), offsets.tolist(), strict=True)] == case["sample_idx"]
     assert order.shuffle.tolist() == case["shuffle_idx"]
     assert order.count == case["dataset_len"]
-    assert [order.sample(i)[0].tolist() for i in range(4)] == case["first_samples"]
+    assert [tokens(order, i) for i in range(4)] == case["first_samples"]
 
 
 def official_loop(sizes: list[int], context: int, samples: int) -> list[list[int]]:
@@ -58,18 +62,17 @@ def test_official_sample_starts_agree_with_walking_the_tokens(tmp_path_factory, 
     folder = tmp_path_factory.mktemp("walk")
     write_set(folder / "w", [[list(range(n))] for n in sizes])
     order = OfficialOrder(Indexed(folder / "w"), 0, len(sizes), context, samples, 5, folder)
-    shuffled = [sizes[d] for d in order.documents]
+    shuffled = [sizes[d] for d in order.documents_shuffled]
     rows, offsets = order.locate(np.arange(len(order.shuffle) + 1))
     assert [list(p) for p in zip(rows.tolist(), offsets.tolist(), strict=True)] == official_loop(
         shuffled, context, len(order.shuffle)
     )
     assert len(order.shuffle) >= samples
     for position in range(order.count):
-        tokens, numbers = order.sample(position)
-        assert len(tokens) == len(numbers) == context + 1
-        assert all(
-            b == a + 1 or n > m for (a, m), (b, n) in itertools.pairwise(zip(tokens.tolist(), numbers, strict=True))
-        )
+        sample, numbers = tokens(order, position), order.documents(order.pieces(position)).tolist()
+        assert len(sample) == len(numbers) == context + 1
+        pairs = itertools.pairwise(zip(sample, numbers, strict=True))
+        assert all(b == a + 1 or n > m for (a, m), (b, n) in pairs)
 
 
 def test_official_index_is_built_once_by_many_processes(tmp_path):
@@ -120,16 +123,12 @@ def stream(folder: Path, tokens: int, documents: int = 1) -> Indexed:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 50), st.integers(0, 3))
-def test_every_token_but_the_first_is_a_target_once_an_epoch(tmp_path_factory, tokens, context, epoch):
-    source = stream(tmp_path_factory.mktemp("once"), tokens)
-    order = PermutedOrder(source, 0, tokens, context, seed=3)
-    targets = [
-        t
-        for place in range(epoch * order.count, (epoch + 1) * order.count)
-        for t in order.tokens(order.index(place))[1:].tolist()
-    ]
+def test_every_token_but_the_first_is_a_target_once_an_epoch(tmp_path_factory, length, context, epoch):
+    source = stream(tmp_path_factory.mktemp("once"), length)
+    order = PermutedOrder(source, 0, length, context, seed=3)
+    targets = [t for place in range(epoch * order.count, (epoch + 1) * order.count) for t in tokens(order, place)[1:]]
     assert sorted(targets) == list(range(1, 1 + order.count * context))
-    assert order.count * context + order.dropped + 1 == tokens and order.dropped < context
+    assert order.count * context + order.dropped + 1 == length and order.dropped < context
 
 
 def test_parts_are_whole_documents(tmp_path):

@@ -72,6 +72,7 @@ class Indexed:
         stream = _map(bin_path(self.prefix))
         self._check_items(len(stream))
         self.tokens = np.frombuffer(stream, self.dtype)
+        self._maps = raw, stream
         self.vocab = vocab or (self.description or {}).get("tokenizer", {}).get("vocab_size")
 
     def _refuse(self, holds: bool, what: str) -> None:
@@ -128,6 +129,19 @@ class Indexed:
                 f"vocabulary of {self.vocab or 'any tokenizer'}: use the tokenizer it was prepared with"
             )
         return ids
+
+    def read_at_random(self) -> None:
+        """Tell the system that places come in no order: it then reads what is asked for, not megabytes around it."""
+        for part in self._maps:
+            if isinstance(part, mmap.mmap):
+                part.madvise(mmap.MADV_RANDOM)
+
+    def fetch(self, start: int, stop: int) -> None:
+        """Begin to read a span from the disk, without waiting for it."""
+        stream = self._maps[1]
+        if isinstance(stream, mmap.mmap):
+            begin = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+            stream.madvise(mmap.MADV_WILLNEED, begin, stop * self.dtype.itemsize - begin)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -80,6 +80,8 @@ class Loader:
         self.samples_seen = 0
         weights = config.path if isinstance(config.path, dict) else {config.path: 1.0}
         self.sets = [Indexed(path, config.verify, vocab) for path in weights]
+        for source in self.sets:
+            source.read_at_random()
         self._check_one_tokenizer()
         self.blend = Blend(list(weights.values()))
         self.fingerprint = self._fingerprint(samples)
@@ -205,15 +207,18 @@ class Loader:
         return Batch(ids_BT, labels_BT, documents_BT, last, step + self.batch * last)
 
     def _samples(self, positions: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """Tokens of samples, and the documents they belong to. The disk is asked for all of them at once."""
         turns, places = self.blend.turns(positions)
-        for turn, place in zip(turns.tolist(), places.tolist(), strict=True):
-            order = self.orders[turn]
-            if isinstance(order, OfficialOrder):
-                tokens, documents = order.sample(place)
-                yield tokens, documents if self.config.boundaries else None
-            else:
-                index = order.index(place)
-                yield order.tokens(index), order.documents(index) if self.config.boundaries else None
+        plans = [
+            (self.orders[t], self.orders[t].pieces(p)) for t, p in zip(turns.tolist(), places.tolist(), strict=True)
+        ]
+        for order, pieces in plans:
+            for start, stop in pieces:
+                order.source.fetch(start, stop)
+        for order, pieces in plans:
+            spans = [order.source.span(start, stop) for start, stop in pieces]
+            tokens = spans[0] if len(spans) == 1 else np.concatenate(spans)
+            yield tokens, order.documents(pieces) if self.config.boundaries else None
 
 
 def _ahead(make: Callable[..., Batch], places: Iterator[tuple], workers: int, depth: int) -> Iterator[Batch]:

@@ -7,6 +7,7 @@ where each begins, shuffle) are built once, vectorised, into memory-mapped files
 import contextlib
 import fcntl
 import hashlib
+import mmap
 import os
 import shutil
 import tempfile
@@ -47,10 +48,9 @@ class OfficialOrder:
         folder = cache / f"{source.prefix.name}.order-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
         if self._tokens:
             self._ensure(folder, first, last, seed)
-            arrays = [np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in NAMES]
-            self.documents, self.starts, self.shuffle = arrays
+            self.documents_shuffled, self.starts, self.shuffle = (_load(folder / f"{name}.npy") for name in NAMES)
         else:
-            self.documents = self.starts = self.shuffle = np.empty(0, np.int64)
+            self.documents_shuffled = self.starts = self.shuffle = np.empty(0, np.int64)
         self.count = max(0, len(self.shuffle) - 1)  # one short, as official
 
     def _ensure(self, folder: Path, first: int, last: int, seed: int) -> None:
@@ -104,20 +104,28 @@ class OfficialOrder:
         row = np.where(place == 0, 0, row)  # the first sample begins at the first document, even an empty one
         return row, place - self.starts[row]
 
-    def sample(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """The context + 1 tokens at a place of the order, and the number (0, 1, …) of the document of each."""
+    def pieces(self, position: int) -> list[tuple[int, int]]:
+        """Where the tokens of the sample at a place of the order are in the stream: one piece a document."""
         rows, offsets = self.locate(self.shuffle[position % self.count : position % self.count + 1])
-        row, offset, wanted = int(rows[0]), int(offsets[0]), self.context + 1
-        parts, lengths = [], []
+        row, offset, wanted, out = int(rows[0]), int(offsets[0]), self.context + 1, []
         while wanted:
-            document = self.documents[row]
-            begin = int(self.source.pointers[document]) // self.source.dtype.itemsize
+            document = self.documents_shuffled[row]
+            begin = int(self.source.pointers[document]) // self.source.dtype.itemsize + offset
             length = min(wanted, int(self.source.sizes[document]) - offset)
-            parts.append(self.source.span(begin + offset, begin + offset + length))
-            lengths.append(length)
+            if length:
+                out.append((begin, begin + length))
             wanted, row, offset = wanted - length, row + 1, 0
-        numbers = np.cumsum(np.array(lengths) > 0) - 1
-        return np.concatenate(parts), np.repeat(numbers, lengths)
+        return out
+
+    def documents(self, pieces: list[tuple[int, int]]) -> np.ndarray:
+        """The number (0, 1, …) of the document of each token of a sample."""
+        return np.repeat(np.arange(len(pieces)), [b - a for a, b in pieces])
+
+
+def _load(path: Path) -> np.ndarray:
+    mapped = np.load(path, mmap_mode="r")
+    mapped._mmap.madvise(mmap.MADV_RANDOM)  # places come in no order: read no megabytes around them
+    return mapped.view(np.ndarray)
 
 
 def _new(folder: Path, name: str, dtype: type, length: int) -> np.ndarray:

@@ -75,18 +75,19 @@ class PermutedOrder:
         """Which sample stands at a position (counted over all epochs)."""
         return int(self._block(position // BLOCK)[position % BLOCK])
 
-    def tokens(self, index: int) -> np.ndarray:
-        begin = self.start + index * self.context
-        return self.source.span(begin, begin + self.context + 1)
+    def pieces(self, position: int) -> list[tuple[int, int]]:
+        """Where the tokens of the sample at a position are in the stream."""
+        begin = self.start + self.index(position) * self.context
+        return [(begin, begin + self.context + 1)]
 
-    def documents(self, index: int) -> np.ndarray:
+    def documents(self, pieces: list[tuple[int, int]]) -> np.ndarray:
         """The number (0, 1, …) of the document of each token of a sample."""
         if self._starts is None:  # only with boundaries: 8 bytes a document
             items = np.append(self.source.pointers // self.source.dtype.itemsize, len(self.source.tokens))
             self._starts = np.unique(items[self.source.doc_idx[:-1]])
-        begin = self.start + index * self.context
-        first, last = np.searchsorted(self._starts, [begin, begin + self.context], side="right")
-        changes = np.zeros(self.context + 1, np.int32)
+        [(begin, end)] = pieces
+        first, last = np.searchsorted(self._starts, [begin, end - 1], side="right")
+        changes = np.zeros(end - begin, np.int32)
         changes[self._starts[first:last] - begin] = 1
         return np.cumsum(changes)
 
