@@ -241,7 +241,7 @@ def test_long_texts_come_in_fragments_that_join_to_them(tmp_path, how):
 
 
 def test_a_run_without_a_place_to_cut_is_refused_or_skipped(tmp_path):
-    (tmp_path / "a.txt").write_text("z" * 3_000_000)
-    with pytest.raises(UserError, match=r"a\.txt has 2,097,152 characters without"):
+    (tmp_path / "a.txt").write_text("z" * 1_500_000)
+    with pytest.raises(UserError, match=r"a\.txt has 1,048,576 characters without"):
         documents(tmp_path / "a.txt")
     assert documents(tmp_path / "a.txt", on_error="skip") == ["[skipped]"]

@@ -23,7 +23,7 @@ _KNOWN = {_GPT4.replace("DIGITS", r"\p{N}{1,3}"), _GPT4.replace("DIGITS", r"\p{N
 _NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase"}
 
 FRAGMENT = 1 << 18  # characters: longer documents are encoded in fragments of about this size
-LONGEST = 1 << 21  # characters without a place to cut: more would need memory without bound
+LONGEST = 1 << 20  # characters without a place to cut: more would need memory without bound
 
 
 def cut_rule(tokenizer: dict) -> re.Pattern | None:
@@ -96,7 +96,7 @@ def cut_near(text: str, rule: re.Pattern, start: int, where: str, limit: int | N
             return None
         if size >= LONGEST:
             raise UserError(
-                f"{where} has {LONGEST:,} characters without a space or a sign between them, which no tokenizer "
-                "handles in bounded memory: leave it out (--on-error skip)"
+                f"{where} has {LONGEST:,} characters without the end of a word, where it could be cut: "
+                "leave it out (--on-error skip)"
             )
         size *= 2
