@@ -16,7 +16,10 @@ FORMATS = ("ours", "hf", "official")
 
 
 def locate(source: str | Path) -> tuple[str, Path]:
-    """What stands at a path, or behind a hub name: (ours | hf | official, where)."""
+    """What stands at a path, or behind a hub name: (ours | checkpoint | hf | official, where). A run is its last
+
+    checkpoint, and a checkpoint its folder `model`.
+    """
     from tokenformer.hub import official
 
     path = Path(source)
@@ -28,6 +31,10 @@ def locate(source: str | Path) -> tuple[str, Path]:
         path = snapshot(str(source))
     if (path / "config.yml").is_file() and any(path.glob("model*.safetensors")):
         return "ours", path
+    last = path / "checkpoints" / "last"
+    path = last.parent / last.read_text(encoding="utf-8").strip() if last.is_file() else path
+    if (path / "state.json").is_file() and (path / "model" / "config.yml").is_file():
+        return "checkpoint", path / "model"
     if (path / "config.json").is_file() and '"model_type": "tokenformer"' in (path / "config.json").read_text():
         return "hf", path
     weights = official.find(path)
@@ -45,7 +52,7 @@ def load(
     device: "str | torch.device" = "cpu",
     dtype: "torch.dtype | None" = None,
 ) -> "LanguageModel":
-    """A model from our folder, a Hugging Face folder, official weights, or a hub name such as
+    """A model from our folder, a run or checkpoint, a Hugging Face folder, official weights, or a hub name such as
     `Haiyang-W/TokenFormer-150M`. `config` is for official weights that have none beside them.
     """
     kind, path = locate(source)
@@ -59,6 +66,10 @@ def load(
         from tokenformer.hub.folder import load_folder
 
         model = load_folder(path)
+    elif kind == "checkpoint":
+        from tokenformer.hub.folder import load_checkpoint
+
+        model = load_checkpoint(path)
     else:
         from tokenformer.hub.hf_folder import load_hf
 
@@ -84,7 +95,7 @@ def save(
 def read_config(source: str | Path) -> "ModelConfig":
     """The model at a path or behind a hub name, without its weights where the format allows that."""
     kind, path = locate(source)
-    if kind == "ours":
+    if kind in ("ours", "checkpoint"):
         from tokenformer.hub.folder import read_config as read
     elif kind == "hf":
         from tokenformer.hub.hf_folder import read_config as read

@@ -53,6 +53,18 @@ def load_folder(folder: Path) -> LanguageModel:
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         tensors.update(read_safetensors(path))
+    return _filled(folder, tensors)
+
+
+def load_checkpoint(folder: Path) -> LanguageModel:
+    """The `model` folder of a checkpoint: its files hold slices, so DCP reads them."""
+    from tokenformer.hub.tensors import read_tensors  # importing DCP takes a while
+
+    check_manifest(folder.parent)
+    return _filled(folder, read_tensors(folder))
+
+
+def _filled(folder: Path, tensors: dict[str, Tensor]) -> LanguageModel:
     model = fill(read_config(folder), tensors, str(folder))
     history = folder / "history.json"
     model.history = json.loads(history.read_text(encoding="utf-8")) if history.is_file() else []
