@@ -1,6 +1,5 @@
-"""`tokenformer data` and `tokenformer prepare` as a user meets them."""
+"""`tokenformer data` as a user meets it, and the mistakes that users make with all three verbs of data."""
 
-import json
 import random
 from pathlib import Path
 
@@ -8,8 +7,6 @@ import pytest
 
 from tokenformer.cli.main import main
 from tokenformer.data.indexed import Indexed
-
-ALICE = Path(__file__).parents[1] / "data" / "alice.txt"
 
 
 @pytest.fixture
@@ -86,38 +83,6 @@ def test_mistakes_are_one_sentence_with_code_2(capsys, tmp_path, monkeypatch, ar
     code, out, err = run(capsys, *arguments)
     assert code == 2 and out == "" and err.count("\n") == 1 and sentence in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_bad_lines_are_named_and_skipped_on_request(capsys, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": oops}\n')
-    arguments = ["prepare", tmp_path / "a.jsonl", "--out", tmp_path / "o", "--tokenizer", "byte", "--workers", 1]
-    code, _, err = run(capsys, *arguments)
-    assert code == 2 and "a.jsonl, line 2, is not JSON" in err
-    assert list((tmp_path / "o").iterdir()) == []
-    code, _, err = run(capsys, *arguments, "--on-error", "skip")
-    assert code == 0 and "1 documents were skipped; the first: " in err
-    assert json.loads((tmp_path / "o" / "a.json").read_text())["skipped_documents"] == 1
-
-
-def test_a_named_set_reads_a_local_copy(capsys, tmp_path):
-    (tmp_path / "copy").write_text("start\n  <page>\none\n")
-    code, out, _ = run(capsys, "prepare", "enwik8", tmp_path / "copy", "--out", tmp_path, "--tokenizer", "byte")
-    assert code == 0 and out.strip().endswith("enwik8_text_document")
-    assert Indexed(out.strip()).documents == 2
-
-
-def test_a_tokenizer_is_trained_used_and_described(capsys, tmp_path):
-    path = tmp_path / "t" / "tokenizer.json"
-    code, out, _ = run(capsys, "tokenizer", "train", ALICE, "--vocab", 800, "--out", path)
-    assert code == 0 and out.strip() == str(path)
-    assert run(capsys, "tokenizer", "train", ALICE, "--vocab", 800, "--out", path)[0] == 2
-    code, out, _ = run(capsys, "tokenizer", "info", path, "--text", "Alice was")
-    assert code == 0 and "800" in out and "896" in out and "Alice" in out.splitlines()[-1]
-    code, out, _ = run(capsys, "prepare", ALICE, "--tokenizer", path, "--out", tmp_path, "--name", "a")
-    assert code == 0
-    assert run(capsys, "data", "peek", out.strip(), "--tokens", 5)[1].startswith("Alice")
-    code, _, err = run(capsys, "tokenizer", "train", ALICE, "--vocab", 900_000, "--out", tmp_path / "big.json")
-    assert code == 2 and "give more text or a smaller --vocab" in err and not (tmp_path / "big.json").exists()
 
 
 @pytest.mark.parametrize("verb", ["prepare", "data", "tokenizer"])

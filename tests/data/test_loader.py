@@ -223,3 +223,11 @@ def test_an_empty_official_part_can_be_opened_but_not_read(tmp_path):
     assert loader.samples == 0 and loader.epoch == 0
     with pytest.raises(UserError, match="the test part of the data is empty"):
         next(iter(loader))
+
+
+@pytest.mark.gpu
+def test_batches_are_pinned_where_there_is_a_gpu(sets):
+    batch = next(iter(Loader(DataConfig(path=str(sets / "a"), boundaries=True), context=16, batch=4)))
+    assert batch.ids.is_pinned() and batch.labels.is_pinned()
+    assert batch.documents is not None and batch.documents.is_pinned()
+    assert torch.equal(batch.ids.to("cuda", non_blocking=True).cpu(), batch.ids)
