@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokenformer.config_data import DataConfig
+from tokenformer.config_growth import GrowthStage
 from tokenformer.config_train import (
     CheckpointConfig,
     LogConfig,
@@ -180,6 +181,7 @@ class Config:
     data: DataConfig = key("what it is trained on", make=DataConfig)
     optimizer: OptimizerConfig = key("the update rule", make=OptimizerConfig)
     schedule: ScheduleConfig = key("the learning rate over the run", make=ScheduleConfig)
+    growth: list[GrowthStage] = key("growths of the run, in order: the model above is the first", make=list)
     train: TrainConfig = key("how a step is computed", make=TrainConfig)
     validation: ValidationConfig = key("looking at held-out text", make=ValidationConfig)
     checkpoint: CheckpointConfig = key("what is kept to resume", make=CheckpointConfig)
@@ -188,6 +190,8 @@ class Config:
 
     def __post_init__(self) -> None:
         need(self.steps >= 0, f"steps is {self.steps}: give 0 or more")
+        plateau = any("plateau" in stage.at for stage in self.growth)
+        need(not plateau or self.validation.every > 0, "growth at a plateau looks at validations: set validation.every")
         for name in ("batch", "micro_batch", "accumulation"):
             value = getattr(self, name)
             need(value is None or value > 0, f"{name} is {value}: give a number above 0")

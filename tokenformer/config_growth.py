@@ -33,7 +33,7 @@ class GrowthStage:
     warmup: int = key("steps over which the rate climbs from 0 again", 0)
     schedule: ScheduleConfig | None = key("a schedule that begins here; absent = the one before goes on", None)
     state: Literal["keep", "drop"] = key("the optimizer's state of old parameters (the official code drops it)", "keep")
-    old_tokens: float = key("rate of the parameters that were there before, as a share: 1 trained alike, 0 frozen", 1.0)
+    old_tokens: float = key("rate of the parameter tokens that were there before, as a share: 0 = frozen", 1.0)
     noise: float = key("random numbers added to old parameter tokens, as a share of their RMS", 0.0)
 
     def __post_init__(self) -> None:
@@ -46,8 +46,8 @@ class GrowthStage:
             need(getattr(self, name) >= 0, f"growth.{name} is {getattr(self, name)}: give 0 or more")
         need(
             self.old_tokens == 1 or self.new_tokens in (None, "segment"),
-            "growth.old_tokens trains old and new tokens apart, which are parameters of their own where new_tokens alone "
-            "is segment: choose that, or leave old_tokens out",
+            "growth.old_tokens trains old and new tokens apart, which are parameters of their own only "
+            "where new_tokens is segment: choose that, or leave old_tokens out",
         )
 
     def how(self) -> dict:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from tokenformer.config import ModelConfig
 from tokenformer.growth.net2net import stack, widen
-from tokenformer.growth.plan import Plan
+from tokenformer.growth.plan import Plan, rms
 from tokenformer.growth.shape import table, with_table
 from tokenformer.growth.tokens import plan as by_tokens
 from tokenformer.models import LanguageModel
+from tokenformer.models.init import draw
 from tokenformer.strict import need
 
 SIZES = {"qkv_tokens", "proj_tokens", "ffn_tokens", "layers"}
@@ -96,6 +97,18 @@ def follow(model: LanguageModel, growth: Plan, *, share: bool = False) -> Langua
         kept = growth.recipes[name].old
         parameter.requires_grad_(kept is None or old[kept].requires_grad)
     return new.train(model.training)
+
+
+@torch.no_grad()
+def disturb(model: LanguageModel, growth: Plan, noise: float) -> None:
+    """Random numbers on the old parameter tokens, as a share of their RMS, in place."""
+    for name, parameter in model.named_parameters():
+        kept = growth.recipes[name].old is not None and name.endswith("_tokens")
+        rows = len(parameter) - max(growth.recipes[name].new_rows, 0)
+        if noise and kept and rows:
+            key = f"growth {growth.number} noise/{name}"
+            numbers = draw(growth.seed, key, (rows, *parameter.shape[1:])).to(parameter)
+            parameter[:rows] += numbers * (noise * rms([parameter[:rows]]))
 
 
 def hold(cls: type, config: Any, tensors: Mapping[str, Tensor], history: list[dict]) -> Any:

@@ -144,6 +144,10 @@ def read_optimizer(checkpoint: Path) -> State:
     return state
 
 
+def read_history(checkpoint: Path) -> list[dict]:
+    return json.loads((checkpoint / "model" / "history.json").read_text(encoding="utf-8"))
+
+
 def read_state(checkpoint: Path) -> dict:
     return read_json(checkpoint / "state.json")
 

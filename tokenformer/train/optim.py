@@ -5,7 +5,7 @@ the device, so that nothing waits for it; Muon works on all matrices of one shap
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,24 @@ def split(named: Iterable[tuple[str, nn.Parameter]], kind: str) -> dict[str, dic
 class Optimizer:
     """One object for a whole model. A parameter without state starts fresh, with its own step count."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
-        self.config = config
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        shares: Mapping[str, float] | None = None,
+    ) -> None:
+        """`shares`: parameters that learn at a share of the rate."""
+        self.config, self.shares = config, dict(shares or {})
         groups = split(named, config.kind)
         self.matrices, self.momentum = groups["muon"], {}
         self.others = {**groups["adamw"], **groups["plain"]}
         decays = {"adamw": config.weight_decay, "plain": 0.0}
+        alike: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for group, decay in decays.items():
+            for name, parameter in groups[group].items():
+                alike.setdefault((decay, self.shares.get(name, 1.0)), []).append(parameter)
         self.adamw = torch.optim.AdamW(
-            [{"params": list(groups[g].values()), "weight_decay": d} for g, d in decays.items() if groups[g]],
+            [{"params": parameters, "weight_decay": d, "share": share} for (d, share), parameters in alike.items()],
             lr=config.rate,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
@@ -51,7 +61,7 @@ class Optimizer:
         """One update by the gradients / divisor; where `skip` is 1, parameters and state stay what they were."""
         vars(self.adamw).update(grad_scale=divisor, found_inf=skip)  # the fused kernels read them on the device
         for group in self.adamw.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["share"]
         self.adamw.step()
         if self.matrices:
             self._muon(rate, divisor, skip.bool())
@@ -76,8 +86,12 @@ class Optimizer:
                 move = torch.where(skip, 0.0, direction.to(gradient.dtype)) * (rate * length)
                 flat: list[Tensor] = [m for unit in matrices for m in unit]
                 torch._foreach_copy_([m for unit in momenta for m in unit], _parts(momentum, sizes))
-                torch._foreach_mul_(flat, keep)
-                torch._foreach_sub_(flat, _parts(move, sizes))
+                moves, keeps = _parts(move, sizes), keep
+                if self.shares:
+                    shares = [self.shares.get(name, 1.0) for unit in names[i : i + many] for name in unit]
+                    moves, keeps = torch._foreach_mul(moves, shares), [1 - (1 - keep) * share for share in shares]
+                torch._foreach_mul_(flat, keeps)
+                torch._foreach_sub_(flat, moves)
 
     def _units(self) -> dict[Shapes, list[list[str]]]:
         """Names of what is orthogonalised as one, by the shapes of their parts."""

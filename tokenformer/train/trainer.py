@@ -20,9 +20,12 @@ from torch import Tensor
 
 from tokenformer import config as native
 from tokenformer.config import Config
+from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError
 from tokenformer.files import write_text
-from tokenformer.train import checkpoint, loggers
+from tokenformer.growth.schedule import Progress, chain, due
+from tokenformer.growth.schedule import rate as rate_factor
+from tokenformer.train import checkpoint, growing, loggers
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.optim import Optimizer
@@ -70,12 +73,15 @@ class Trainer:
         self.config = settle(self.config, self.world)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.found = None if before is None else checkpoint.newest(self.folder)
-        model_config = self.config.model.resolved()
-        if self.found is not None and checkpoint.read_model_config(self.found) != model_config:
-            raise UserError(
-                f"{self.found} holds a model that the config does not lead to: "
-                "resume with the config that the run was made with"
-            )
+        self.chain, self.grown = chain(self.config.model, self.config.growth), Progress()
+        if self.found is not None:
+            self.grown.load_state_dict(checkpoint.read_state(self.found)["growth"])
+            done = len(self.grown.steps)
+            if done >= len(self.chain) or checkpoint.read_model_config(self.found) != self.chain[done]:
+                raise UserError(
+                    f"{self.found} holds a model that the config does not lead to by {done} growths: "
+                    "resume with the config that the run was made with"
+                )
         loggers.check(self.config)
         self.device = pick_device(self.config.train.device)
         with warnings.catch_warnings(record=True) as caught:
@@ -83,13 +89,16 @@ class Trainer:
             self.task = LanguageTask(self.config, self.rank, self.world)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
         torch.manual_seed(self.config.seed)
-        self.model = self.task.build(model_config, self.device, fill=self.found is None)
+        done = len(self.grown.steps)
+        self.model = self.task.build(self.chain[done], self.device, fill=self.found is None)
         self.cost = self.model.cost()
-        self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer)
+        shares = growing.in_force(self.model, self.chain, self.config.growth, done)
+        self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer, shares)
         self.guard = Guard(self.config.train, self.device)
         self.spikes = Spikes(self.config.train.spike)
         self.totals = Totals()
-        self.parts = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
+        parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
+        self.parts = {**parts, "growth": self.grown}
         self.checkpoints = Checkpoints(self.folder, self.config.checkpoint)
         self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
 
@@ -101,6 +110,7 @@ class Trainer:
             state = checkpoint.read_state(self.found)
             self.step = state["step"]
             checkpoint.read_model(self.found, dict(self.model.named_parameters()))
+            self.model.history = checkpoint.read_history(self.found)
             self.optimizer.load_state_by_name(checkpoint.read_optimizer(self.found))
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
@@ -136,6 +146,8 @@ class Trainer:
         if self.step == 0 and 0 in c.checkpoint.also:
             self.save()
         while self.step < c.steps and self.stop is None:
+            while stage := due(c.growth, self.grown, self.step, self.task.tokens_per_step):
+                self.grow(stage)
             if self.step in window and trace is None:
                 trace = profiler(self.folder, self.report.say)
                 trace.start()
@@ -155,7 +167,6 @@ class Trainer:
             trace.stop()
 
     def train_step(self) -> None:
-        c = self.config
         expected = self.task.tokens_per_step  # divides at once, so that fp16 gradients are those of a mean
         total = count = torch.zeros((), device=self.device)
         for _ in range(self.task.micro_batches):
@@ -164,11 +175,30 @@ class Trainer:
             total, count = total + loss_sum.detach(), count + labels
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         divisor, skip, norm = self.guard.check(gradients, total, count / expected)
-        rate = c.optimizer.rate * factor(c.schedule, self.step, c.steps)
-        self.optimizer.step(rate, divisor, skip)
+        self.optimizer.step(self.rate(self.step), divisor, skip)
         self.optimizer.zero_grad()
         self.recent.append(torch.stack([total / count, norm, skip, self.guard.scale]))
         self.guard.update(skip)
+
+    def rate(self, step: int) -> float:
+        c = self.config
+        return c.optimizer.rate * rate_factor(c.growth, self.grown, step, c.steps, c.schedule, factor)
+
+    def grow(self, stage: GrowthStage) -> None:
+        """A step like the others. What was before it is saved, and a rerun from there is the same to the bit."""
+        self.log()
+        self.save(wait=True)
+        with self.clock.aside():
+            before, number = self.cost.parameters, len(self.grown.steps)
+            self.model, self.optimizer, said = growing.grow(self.model, self.optimizer, stage, number, self.config.seed)
+            self.grown.grew(self.step)
+            self.cost = self.model.cost()
+            wrap(self.model.blocks, self.config.train)
+        after = f"{self.cost.parameters:,}"
+        self.report.row("event", self.step, what="growth", to=after, how=self.model.history[-1])
+        self.report.say(f"step {self.step}: grown from {before:,} to {after} parameters")
+        if said:
+            self.report.say(said)
 
     def log(self) -> None:
         """Reads the device once: what every step since the last log line had."""
@@ -193,7 +223,7 @@ class Trainer:
         values = {
             "loss": sum(row[0] for row in good) / len(good) if good else math.nan,
             "norm": rows[-1][1],
-            "rate": self.config.optimizer.rate * factor(self.config.schedule, self.step - 1, self.config.steps),
+            "rate": self.rate(self.step - 1),
             **self.totals.state_dict(),
             "tokens_per_second": tokens / taken,
             "mfu": flops * tokens / taken / peak if peak else None,
@@ -216,6 +246,8 @@ class Trainer:
             self.model.eval()
             loss = self.task.validate(self.model)
             if loss is not None:
+                if self.config.validation.every and self.step % self.config.validation.every == 0:
+                    self.grown.losses.append(loss)  # not the one at the end: another run might go further
                 self.report.row("validation", self.step, loss=loss, perplexity=math.exp(min(loss, 700)))
                 self.report.say(f"step {self.step}: validation loss {loss:.4f}")
             if self.config.validation.generate:
