@@ -47,7 +47,7 @@ def test_verify_catches_every_mutation(prepared, capsys):
 
 def test_stats_and_peek(prepared, capsys):
     code, out, _ = run(capsys, "data", "stats", prepared, "--context", 2, "--shares", "1,1,1")
-    assert code == 0 and "gpt-neox-20b (50,277 ids)" in out and "train: tokens, samples of 2" in out
+    assert code == 0 and "gpt-neox-20b (50,277 ids)" in out and "train: samples of 2, tail" in out
     assert run(capsys, "data", "peek", prepared, "--document", 1)[1] == "three<|endoftext|><|endoftext|>\n"
     assert run(capsys, "data", "peek", prepared, "--tokens", 1)[1] == "one\n… 2 more tokens (--tokens)\n"
     assert run(capsys, "data", "peek", prepared, "--ids")[1] == "531 767 0\n"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenformer import UserError
-from tokenformer.data import indexed
+from tokenformer.data import indexed, sets
 from tokenformer.data.indexed import Indexed, write_set
 
 GOLDEN = Path(__file__).parent / "golden" / "indexed"
@@ -46,6 +46,7 @@ def test_writing_the_same_documents_gives_the_same_bytes(tmp_path, name, dtype):
         assert (tmp_path / f"x_text_document.{ending}").read_bytes() == golden
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), max_size=6))
 def test_any_documents_come_back(tmp_path_factory, documents):
     prefix = tmp_path_factory.mktemp("set") / "any"
@@ -128,6 +129,8 @@ def test_with_its_description_every_mutation_is_caught(tmp_path):
             tried += 1
             with pytest.raises(UserError):
                 Indexed(prefix, verify="full")
+            with pytest.raises(UserError):
+                sets.verify(prefix)
         path.write_bytes(original)
     assert tried > 2000
     assert Indexed(prefix, verify="full").documents == 21

@@ -95,6 +95,7 @@ def test_an_epoch_sees_every_sample_once_and_the_next_in_another_order(sets):
     both = [x for batch in run(loader, 2 * loader.samples) for x in batch]
     first, second = both[: loader.samples], both[loader.samples :]
     assert sorted(first) == sorted(second) == [16 * i for i in range(loader.samples)]
+    assert loader.samples * 16 + loader.dropped + 1 == len(loader.sets[0].tokens)
     assert first != second and first != sorted(first)
     assert [x for b in run(Loader(config, context=16, batch=1, seed=5), 9) for x in b] != first[:9]
 

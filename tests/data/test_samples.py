@@ -91,6 +91,7 @@ def test_official_index_is_built_once_by_many_processes(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 5))
 def test_permutation_is_one_to_one(n, seed):
     assert sorted(permute(np.arange(n), n, round_keys("x", seed)).tolist()) == list(range(n))

@@ -93,6 +93,7 @@ class Loader:
                 "give more text, a smaller context or another data.split"
             )
         self.samples = 0 if empty else sum(o.count for o in self.orders)  # of one epoch
+        self.dropped = sum(o.dropped for o in self.orders)  # tokens of tails shorter than a sample
         if epochs is not None and len(self.sets) > 1:
             raise UserError("a blend has no common epoch: leave `epochs` out, or load its sets one by one")
         self._stop = None if epochs is None else epochs * self.samples
@@ -116,7 +117,7 @@ class Loader:
         parts = [s.fingerprint for s in self.sets]
         if len(parts) > 1:
             parts = [f"{p}*{n}/{self.blend.period}" for p, n in zip(parts, self.blend.counts, strict=True)]
-        shares = ",".join(f"{s:g}" for s in self.config.split)
+        shares = ",".join(f"{s:.12g}" for s in self.config.split)
         asked = f" samples={samples}" if self.config.order == "official" else ""
         order = f"order={self.config.order} context={self.context} split={shares} part={self.part}"
         return f"data={'+'.join(parts)} {order}{asked}"

@@ -52,6 +52,7 @@ class OfficialOrder:
         else:
             self.documents_shuffled = self.starts = self.shuffle = np.empty(0, np.int64)
         self.count = max(0, len(self.shuffle) - 1)  # one short, as official
+        self.dropped = max(0, self.epochs * self._tokens - 1 - self.count * context)
 
     def _ensure(self, folder: Path, first: int, last: int, seed: int) -> None:
         if folder.is_dir():

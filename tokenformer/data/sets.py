@@ -173,6 +173,7 @@ def stats(source: Indexed, shares: Sequence[float], context: int) -> list[tuple[
             rows.append((name.replace("_", " "), f"{about[name]:,}"))
     edges, note = part_edges(source, shares)
     for part, start, stop in zip(PARTS[: len(shares)], edges, edges[1:], strict=False):
-        count = max(0, stop - start - 1) // context
-        rows.append((f"{part}: tokens, samples of {context}", f"{stop - start:,}, {count:,}"))
+        count, tail = divmod(max(0, stop - start - 1), context)
+        rows.append((f"{part}: tokens", f"{stop - start:,}"))
+        rows.append((f"{part}: samples of {context}, tail", f"{count:,}, {tail:,}"))
     return [*rows, ("parts", note)] if note else rows
