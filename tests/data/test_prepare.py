@@ -387,6 +387,14 @@ def test_what_cannot_work_is_said_and_leaves_nothing(tmp_path, write, settings, 
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_written_to_is_said(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(UserError, match=r"a\.txt cannot be written to \(.*\): choose another --out"):
+        prepare([tmp_path / "a.txt"], tmp_path / "a.txt", "x", tokenizer="byte")
+    with pytest.raises(UserError, match="--name sub/x is not a plain name"):
+        prepare([tmp_path / "a.txt"], tmp_path, "sub/x", tokenizer="byte")
+
+
 def test_nothing_is_overwritten_without_force(tmp_path):
     for text in ("one", "two"):
         (tmp_path / f"{text}.txt").write_text(text)

@@ -20,6 +20,7 @@ from tokenformer.errors import UserError
 from tokenformer.files import sync
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ class Progress:
 
 @contextlib.contextmanager
 def disk(folder: Path) -> Iterator[None]:
-    """A full disk in a sentence."""
+    """A full disk, or a folder that cannot be written to, in a sentence."""
     try:
         yield
     except OSError as error:
+        if error.errno in _CLOSED:
+            raise UserError(f"{folder} cannot be written to ({error.strerror}): choose another --out") from None
         if error.errno not in _FULL:
             raise
         raise UserError(
@@ -57,8 +60,9 @@ class Work:
 
     def __init__(self, folder: Path, settings: str, sources: list[list], itemsize: int) -> None:
         self.folder, self.progress, self.note, self._itemsize = folder, Progress(), "", itemsize
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(folder / "lock", "w")  # noqa: SIM115 (held until close)
+        with disk(folder.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(folder / "lock", "w")  # noqa: SIM115 (held until close)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

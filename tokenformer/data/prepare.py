@@ -62,7 +62,7 @@ def read_pieces(sources: Sequence[Source], reading: Reading, tokenizer: Tokenize
         digest, done = hashlib.blake2b(digest_size=16), after.unit if number == after.source else 0
         count = 0
         for count, unit in enumerate(read_units(sources[number], reading, tokenizer.cuts, seen), 1):
-            data = unit.text.encode()
+            data = unit.text.encode(errors="replace")  # text is valid by now; a reason may hold a strange file name
             digest.update(data)
             digest.update(b"\1" if unit.last else b"\0")
             if count <= done:
@@ -145,6 +145,8 @@ def prepare(
     reading, workers = reading or Reading(), workers or len(os.sched_getaffinity(0))
     if workers < 1:
         raise UserError(f"--workers {workers} cannot work: give 1 or more")
+    if Path(name).name != name:
+        raise UserError(f"--name {name} is not a plain name: put folders into --out")
     encoder = load_tokenizer(tokenizer, end)
     if shard:
         if not 1 <= shard[0] <= shard[1]:

@@ -93,8 +93,8 @@ def _copy(ranges: list[tuple[Indexed, int, int]], out: str | Path, about: dict, 
     """A new set from ranges of tokens of others; documents that a range cuts are cut."""
     targets = _refuse_existing(Path(out))
     prefix = Path(str(targets["tokens"]).removesuffix(".bin"))
-    prefix.parent.mkdir(parents=True, exist_ok=True)
     with disk(prefix.parent):
+        prefix.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{prefix.name}.", dir=prefix.parent))
         try:
             sizes, marks, items = [], [np.zeros(1, np.int64)], 0
