@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tests.train.conftest import child_environment, result, same
+from tokenformer import load as load_model
+from tokenformer.cli.main import main
 from tokenformer.config import load, to_yaml
 from tokenformer.errors import UserError
 from tokenformer.hub.tensors import read_tensors
@@ -140,6 +142,21 @@ def test_a_plan_that_cannot_be_or_does_not_lead_to_the_checkpoint_is_refused_bef
     for other in ("growth=[]", TWICE.replace("48", "64")):
         with pytest.raises(UserError, match="does not lead to"):
             Trainer(tiny(other), tmp_path / "run", resume=True).run()
+
+
+def test_a_run_is_grown_and_shrunk_like_a_folder(tiny, tmp_path):
+    run = train(tiny(TWICE, "steps=20"), tmp_path / "run")
+    text = str(Path(__file__).parents[1] / "data" / "alice.txt")
+    for verb, out, *sizes in (
+        ["grow", "big", "--ffn-tokens", "64"],
+        ["shrink", "small", "--ratio", "0.5", "--tokens", "512"],
+    ):
+        assert main([verb, str(tmp_path / "run"), *sizes, "--text", text, "--out", str(tmp_path / out)]) == 0
+    big, small = load_model(tmp_path / "big"), load_model(tmp_path / "small")
+    assert [event["what"] for event in big.history] == ["grow", "grow"] and big.config.ffn_tokens == [32, 16, 16]
+    assert small.history[-1]["what"] == "shrink" and small.cost().parameters < run.cost.parameters
+    ids = torch.arange(32).view(2, 16)
+    assert torch.allclose(run.model(ids).logits, big(ids).logits, atol=1e-5)
 
 
 @pytest.mark.multi

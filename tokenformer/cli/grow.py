@@ -42,7 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--ffn-dim", type=int, metavar="N", help="widen the MLP of a baseline alone: exact")
     add("--widen", choices=["net2net", "block"], help="the rule of --dim and --ffn-dim (block: the paper's form)")
     add("--seed", type=int, default=0, help="of the new values (default 0)")
-    add("--no-verify", action="store_true", help="do not run both models; needs the memory of the new one alone")
+    verify = "run both models and print a certificate (default; without it one tensor at a time is in memory)"
+    add("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
     add("--text", type=Path, help="text to verify on, beside random tokens")
     add(
         "--tokenizer", help="for --text: a tokenizer.json, its folder, byte or gpt-neox-20b (default: the source's own)"
@@ -59,13 +60,14 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.models import cost
 
     refuse_existing(args.out)
-    if args.text and args.no_verify:
+    if args.text and not args.verify:
         raise UserError("--text is for verifying, and --no-verify leaves that out: give one of them")
     wanted = load(args.to).model if args.to else None
     given = load_config(*args.config).model if args.config else None
-    model, lazy = None, args.no_verify and given is None and hub.locate(args.source)[0] == "ours"
-    if lazy:
-        stored = Stored(args.source)  # read tensor by tensor
+    kind, path = ("official", None) if given else hub.locate(args.source)
+    model = None
+    if kind == "ours" and path and not args.verify:
+        stored = Stored(path)  # read tensor by tensor
         config, history, tensors, dtypes = stored.config, stored.history, stored, stored.dtypes
     else:
         model = hub.load(args.source, config=given)
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     plan = growth.plan(config, list(tensors), **how, number=len(history))
     before, after = cost(config).parameters, cost(plan.config).parameters
     tokenizer = hub.tokenizer_json(args.source)
-    if model is None or args.no_verify:
+    if model is None or not args.verify:
         types = {name: dtypes[min(recipe.reads())] for name, recipe in plan.recipes.items()}
         write_stream(args.out, plan.config, [*history, plan.event], plan.tensors(tensors), types, tokenizer)
     else:

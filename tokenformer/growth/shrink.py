@@ -29,7 +29,7 @@ def energy(model: LanguageModel, ids: Tensor) -> dict[Where, Tensor]:
         sums[where] = sums.get(where, 0) + active_TN.square().sum(0)
 
     watch(model, ids, see)
-    return {where: sums[where] * s.value_tokens.detach().double().square().sum(1) for where, s in segments(model)}
+    return {w: (sums[w] * s.value_tokens.detach().double().square().sum(1)).cpu() for w, s in segments(model)}
 
 
 def shrink(
