@@ -121,6 +121,7 @@ def test_activation_checkpointing_changes_no_bit_and_no_name(tiny, tmp_path, how
 @pytest.mark.parametrize("how", ["none", "selective"])
 def test_compiled_blocks_train_the_same_and_are_compiled_once(tiny, tmp_path, how):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     plain = train(tiny("steps=5"), tmp_path / "plain")
     settings = ["steps=5", "train.compile=aot_eager", f"train.activation_checkpointing={how}", "model.layers=2"]
     compiled = train(tiny(*settings, "validation.generate=3"), tmp_path / "compiled")
