@@ -84,6 +84,7 @@ def test_the_block_form_keeps_the_old_matrix_in_its_corner():
         ({"dim": 32}, "as wide already"),
         ({"dim": 64, "layers": 4}, "of its own"),
         ({"dim": 64, "widen": "copy"}, "net2net or block"),
+        ({"layers": 4, "widen": "block"}, "about width"),
         ({"new_layers": "stack"}, "layers alone"),
         ({"layers": 4, "new_layers": "twice"}, "identity or stack"),
         ({"ffn_tokens": 4}, "no parameter tokens"),

@@ -29,6 +29,7 @@ def plan(config: ModelConfig, names: Iterable[str], **how: Any) -> Plan:
         need(not how.keys() & SIZES, "widening is a growth of its own: give tokens and layers to another one")
         rule = wide.pop("widen", "net2net")
         return widen(config, names, **wide, rule=rule, **origin)
+    need(not wide, "widen and noise are about width: give dim or ffn_dim with them")
     if new_layers == "stack":
         need(
             "layers" in how and not how.keys() & SIZES - {"layers"},
