@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tokenformer.errors import UserError
 from tokenformer.infer.cache import StaticCache
+from tokenformer.infer.fused import FusedModel, Tuning, why_not
 from tokenformer.infer.packed import Packed
 from tokenformer.infer.sampling import Sampling, choose, penalise, uniform
 from tokenformer.models import LanguageModel
@@ -46,15 +47,17 @@ class Engine:
         every: int = 16,
         backend: str | None = None,
         graph: bool | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         """`chunk`: positions of a prompt computed at once. `vocab`: ids from there on are never chosen (padding of the
         embedding). `every`: steps between two looks of the host. `backend`: torch or triton (None: as it fits).
+        `graph`: a CUDA graph of the step (None: where there is CUDA). `tuning`: of the kernels.
         """
         self.packed = Packed(model, dtype)
         self.context, self.chunk, self.every = model.config.context, chunk, every
         self.vocab = min(vocab or model.config.vocab, model.config.vocab)
         self.graph = self.packed.device.type == "cuda" if graph is None else graph
-        self.backend, self.make_step = choose_backend(self.packed, backend)
+        self.backend, self.make_step = choose_backend(model, self.packed, backend, tuning or Tuning())
         self._last: _Batch | None = None
 
     @torch.no_grad()
@@ -106,15 +109,23 @@ class Engine:
         return batch.results()
 
 
-def choose_backend(packed: Packed, wanted: str | None) -> tuple[str, Callable[[int], "Step"]]:
+def choose_backend(
+    model: LanguageModel, packed: Packed, wanted: str | None, tuning: Tuning
+) -> tuple[str, Callable[[int], "Step"]]:
     """The name of what computes a single-token step, and what makes it for a batch size."""
     if wanted not in (None, "torch", "triton"):
         raise UserError(f"backend is '{wanted}', but must be torch or triton")
+    reason = why_not(packed.config, packed.device)
+    if wanted == "triton" and reason:
+        raise UserError(f"the triton kernels cannot be used, since {reason}: take the backend torch")
 
     def plain(batch: int) -> Step:
         return lambda ids, positions, cache: packed.logits(packed.hidden(ids[:, None], positions[:, None], cache)[:, 0])
 
-    return "torch", plain
+    if wanted == "torch" or reason:
+        return "torch", plain
+    fused = FusedModel(model, packed.dtype)
+    return "triton", lambda batch: fused.step(batch, tuning) or plain(batch)
 
 
 Step = Callable[[Tensor, Tensor, StaticCache], Tensor]  # ids (B,), positions (B,), cache → logits (B, W)

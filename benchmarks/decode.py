@@ -1,0 +1,350 @@
+"""Decoding on one GPU: our engine and transformers' GPT-NeoX of equal size (static cache, compile), in one run.
+
+  python benchmarks/decode.py [--cells 1.5b:1 1.5b:32 150m:1] [--tune] [--no-rival] [--no-check]
+
+First it checks: tokens and logits against the reference, which kernels ran. With --tune it then tries shapes of the
+kernels one after another and keeps what is fastest and right. Prints JSON lines; a short table comes last. Tokens/s are
+new tokens over the whole call, prefill included, for both. Needs torch and triton; transformers for the rival.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from tokenformer.config import ModelConfig
+from tokenformer.infer import Engine
+from tokenformer.infer.cache import StaticCache
+from tokenformer.infer.fused import FusedModel, FusedStep, Tuning
+from tokenformer.infer.packed import Packed
+from tokenformer.models import LanguageModel, cost
+
+SHAPES = {
+    "1.5b": {"layers": 40, "dim": 1536, "heads": 16, "qkv_tokens": 1536, "proj_tokens": 1536, "ffn_tokens": 6144},
+    "150m": {"layers": 12, "dim": 768, "heads": 12, "qkv_tokens": 768, "proj_tokens": 768, "ffn_tokens": 3072},
+}
+RIVALS = {"1.5b": ("GPT-NeoX 1.4B", 24, 2048, 16), "150m": ("GPT-NeoX 160M", 12, 768, 12)}
+PROMPT, NEW, SLOTS = 128, 256, 384
+ONE = [
+    {"ahead": [False]},
+    {"pdl": [False]},
+    {"ffn_value_rows": [2, 8]},
+    {"score_rows": [4, 16]},
+    {"value_rows": [2, 8, 16]},
+    {"value_block": [512, 2048]},
+    {"warps": [8, 2]},
+    {"attend_split": [4, 16]},
+    {"head_rows": [4, 16]},
+]
+MANY = [
+    {"library": [True]},
+    {"ahead": [False]},
+    {"pdl": [False]},
+    {"many_value_rows": [128]},
+    {"many_score_rows": [64, 16]},
+    {"many_programs": [144, 300, 600]},
+    {"many_block": [64]},
+    {"many_stages": [3, 5]},
+    {"many_warps": [8]},
+    {"many_attend_split": [1, 4]},
+    {"attend_block": [64, 16]},
+]
+BEGUN = time.time()
+
+
+def say(**line) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return found or os.environ.get("COMMIT", "unknown")
+
+
+def random_model(shape: str, dtype: torch.dtype, **keys) -> LanguageModel:
+    """Made on the GPU; values large enough that every layer moves the stream and greedy text does not repeat itself."""
+    with torch.device("meta"):
+        model = LanguageModel(ModelConfig(**{**SHAPES[shape], **keys}))
+    model = model.to_empty(device="cuda").to(dtype).eval()
+    draw = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("norm.weight") or name.endswith("norm.bias"):
+                p.fill_(1.0 if name.endswith("weight") else 0.0)
+            else:
+                p.normal_(std=0.04 / math.sqrt(len(p)) if "value_tokens" in name else 0.02, generator=draw)
+    return model
+
+
+def seconds(work, repeat: int) -> float:
+    """Median of device time, by events."""
+    times = []
+    for _ in range(repeat):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def peaks() -> dict[str, float]:
+    """TB/s of a copy (read and written) and of reading alone, over more than any cache holds."""
+    a = torch.randn(1 << 30, device="cuda")
+    b = torch.empty_like(a)
+    for _ in range(3):
+        b.copy_(a)
+        a.sum()
+    copy, read = seconds(lambda: b.copy_(a), 10), seconds(lambda: a.sum(), 10)
+    return {"copy": 2 * a.nbytes / copy / 1e12, "read": a.nbytes / read / 1e12}
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+@torch.no_grad()
+def check(shape: str) -> None:
+    """fp32: greedy tokens equal. bf16: logits as near to fp32 as the reference's own, tokens as far as they agree."""
+    few = {"layers": 4, "vocab": 2048}
+    model = random_model(shape, torch.float32, **few)
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2048, (n,), generator=draw).tolist() for n in (17, 64, 5)]
+    expected = [model.generate(torch.tensor([p], device="cuda"), 32)[0, len(p) :].tolist() for p in prompts]
+    for backend in ("torch", "triton"):
+        engine = Engine(model, backend=backend)
+        batched = [r.ids for r in engine.generate(prompts, 32)]
+        single = [engine.generate([p], 32)[0].ids for p in prompts]
+        equal = batched == expected and single == expected
+        again = [r.ids for r in engine.generate(prompts, 32)] == batched
+        say(name="check", model=shape, what="greedy tokens, fp32", backend=engine.backend, graph=engine.graph,
+            equal=equal, repeats=again, distinct=len({t for e in expected for t in e}))  # fmt: skip
+    half = random_model(shape, torch.bfloat16, **few)
+    exact = random_model(shape, torch.float32, **few)
+    for p, q in zip(exact.parameters(), half.parameters(), strict=True):
+        p.copy_(q)
+    ids = torch.tensor([prompts[1], prompts[1][::-1]], device="cuda")
+    truth = exact(ids).logits[:, -1].double()
+    errors = {"reference": relative(half(ids).logits[:, -1], truth)}
+    for batch in (1, 2):
+        for fast in (False, True):
+            tuning = Tuning(pdl=fast, ahead=fast)
+            packed, step = Packed(half), FusedModel(half, torch.bfloat16).step(batch, tuning)
+            cache = StaticCache(half.config, batch, 128, "cuda", torch.bfloat16)
+            packed.hidden(ids[:batch, :-1], torch.arange(63, device="cuda"), cache, 0)
+            got = step(ids[:batch, -1], torch.full((batch,), 63, device="cuda"), cache)
+            errors[f"batch {batch}, overlapped {fast}"] = relative(got, truth[:batch])
+    say(
+        name="check",
+        model=shape,
+        what="logits in bf16 against fp32",
+        errors={k: round(e, 5) for k, e in errors.items()},
+    )
+
+
+class Timed:
+    """The step alone in a graph, at a position in the middle."""
+
+    def __init__(self, model: LanguageModel, batch: int) -> None:
+        self.batch, self.packed, self.fused = batch, Packed(model), FusedModel(model, torch.bfloat16)
+        self.cache = StaticCache(model.config, batch, SLOTS, "cuda", torch.bfloat16)
+        self.cache.k.normal_()
+        self.cache.v.normal_()
+        self.ids = torch.randint(50000, (batch,), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        self.positions = torch.full((batch,), (PROMPT + NEW // 2), device="cuda")
+        with torch.no_grad():
+            self.expected = self.plain().clone()
+
+    def plain(self) -> torch.Tensor:
+        hidden = self.packed.hidden(self.ids[:, None], self.positions[:, None], self.cache)
+        return self.packed.logits(hidden[:, 0])
+
+    @torch.no_grad()
+    def run(self, tuning: Tuning | None) -> tuple[float, float]:
+        """Seconds of a step, and how far its logits are from those of the packed forward."""
+        step = self.fused.step(self.batch, tuning) if tuning else None
+
+        def work() -> torch.Tensor:
+            return step(self.ids, self.positions, self.cache) if isinstance(step, FusedStep) else self.plain()
+
+        for _ in range(2):
+            work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = work()
+        for _ in range(5):
+            graph.replay()
+        took = seconds(graph.replay, 30)
+        return took, relative(out, self.expected)
+
+
+def tune(timed: Timed, shape: str, deadline: float) -> Tuning:
+    """One change at a time, kept when it is faster and right."""
+    best = Tuning()
+    least, error = timed.run(best)
+    least = least if error < 0.05 else math.inf
+    say(name="tune", model=shape, batch=timed.batch, ms=least * 1e3, error=round(error, 5), change="defaults")
+    for group in ONE if timed.batch == 1 else MANY:
+        for key, values in group.items():
+            for value in values:
+                if time.time() > deadline:
+                    return best
+                trial = dataclasses.replace(best, **{key: value})
+                try:
+                    took, error = timed.run(trial)
+                except Exception as failure:  # a shape that does not compile or fit is a result too
+                    say(name="tune", model=shape, batch=timed.batch, change={key: value}, failed=str(failure)[:200])
+                    torch.cuda.synchronize()
+                    continue
+                right = error < 0.05
+                say(name="tune", model=shape, batch=timed.batch, ms=round(took * 1e3, 4), error=round(error, 5),
+                    change={key: value}, kept=right and took < least)  # fmt: skip
+                if right and took < least:
+                    best, least = trial, took
+    return best
+
+
+@torch.no_grad()
+def profile(timed: Timed, tuning: Tuning, shape: str) -> None:
+    """Microseconds of a step by kernel, and what is left between them."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    step = timed.fused.step(timed.batch, tuning)
+    step(timed.ids, timed.positions, timed.cache)
+    with watch(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(3):
+            step(timed.ids, timed.positions, timed.cache)
+        torch.cuda.synchronize()
+    kernels = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:12]
+    parts = {e.key[:48]: [round(e.self_device_time_total / 3, 1), e.count // 3] for e in kernels}
+    say(name="profile", model=shape, batch=timed.batch, what="[microseconds a step, launches]", kernels=parts)
+
+
+def throughput(engine: Engine, batch: int) -> float:
+    """New tokens a second, prefill and the copy to the host included; the best of three after a warm-up."""
+    draw = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(50000, (PROMPT,), generator=draw).tolist() for _ in range(batch)]
+    engine.generate(prompts, NEW)
+    best = 0.0
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        rows = engine.generate(prompts, NEW)
+        torch.cuda.synchronize()
+        best = max(best, sum(len(r.ids) for r in rows) / (time.perf_counter() - start))
+    return best
+
+
+def rival(shape: str, batches: list[int]) -> dict[int, float]:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    _, layers, dim, heads = RIVALS[shape]
+    config = GPTNeoXConfig(
+        vocab_size=50304, hidden_size=dim, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=4 * dim, max_position_embeddings=2048, rotary_pct=0.25,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = GPTNeoXForCausalLM(config).to(torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    out = {}
+    for batch in batches:
+        ids = torch.randint(50000, (batch, PROMPT), device="cuda")
+        keys = {"max_new_tokens": NEW, "do_sample": False, "cache_implementation": "static"}
+        keys["attention_mask"] = torch.ones_like(ids)
+        begun = time.time()
+        for _ in range(2):
+            model.generate(ids, **keys)
+        best = 0.0
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            made = model.generate(ids, **keys).shape[1] - PROMPT
+            torch.cuda.synchronize()
+            best = max(best, batch * made / (time.perf_counter() - start))
+        assert made == NEW
+        out[batch] = best
+        say(name="rival", model=RIVALS[shape][0], batch=batch, value=round(best, 1), unit="tokens/s",
+            warm_up_seconds=round(time.time() - begun, 1))  # fmt: skip
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", default=["1.5b:1", "1.5b:32", "150m:1"], help="model:batch")
+    parser.add_argument("--tune", action="store_true", help="try shapes of the kernels")
+    parser.add_argument("--no-rival", action="store_true")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--seconds", type=float, default=90.0, help="no new trial of a cell is begun after these")
+    parser.add_argument("--out", type=Path, help="a file for the final lines")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    device, made, top = torch.cuda.get_device_name(), commit(), peaks()
+    say(name="peak", device=device, torch=torch.__version__, **{k: round(v, 3) for k, v in top.items()}, unit="TB/s")
+    cells: dict[str, list[int]] = {}
+    for cell in args.cells:
+        shape, _, batch = cell.partition(":")
+        cells.setdefault(shape, []).append(int(batch))
+    if not args.no_check:
+        for shape in cells:
+            check(shape)
+    finals = []
+    for shape, batches in cells.items():
+        model = random_model(shape, torch.bfloat16)
+        c = cost(model.config)
+        for batch in batches:
+            timed = Timed(model, batch)
+            plain, _ = timed.run(None)
+            say(name="graph without kernels", model=shape, batch=batch, ms=round(plain * 1e3, 4))
+            tuning = tune(timed, shape, time.time() + args.seconds) if args.tune else Tuning()
+            step, error = timed.run(tuning)
+            profile(timed, tuning, shape)
+            del timed
+            engine = Engine(model, tuning=tuning, every=64)
+            assert engine.backend == "triton"
+            value = throughput(engine, batch)
+            read = 2 * (c.matmul_parameters + c.head_parameters) + batch * c.cache_bytes() * (PROMPT + NEW // 2)
+            finals.append({
+                "name": "decode", "model": shape, "batch": batch, "prompt": PROMPT, "new": NEW,
+                "value": round(value, 1), "unit": "tokens/s", "step_ms": round(step * 1e3, 4), "error": round(error, 5),
+                "bytes_a_step": read, "TB/s": round(read / step / 1e12, 3),
+                "share_of_copy_peak": round(read / step / 1e12 / top["copy"], 3),
+                "share_of_read_peak": round(read / step / 1e12 / top["read"], 3),
+                "tuning": dataclasses.asdict(tuning), "device": device, "commit": made,
+            })  # fmt: skip
+            say(**finals[-1])
+            del engine
+            torch.cuda.empty_cache()
+        del model
+        torch.cuda.empty_cache()
+        say(name="time", seconds=round(time.time() - BEGUN, 1))
+    if not args.no_rival:
+        for shape, batches in cells.items():
+            theirs = rival(shape, batches)
+            for line in finals:
+                if line["model"] == shape:
+                    other = theirs[line["batch"]]
+                    line |= {"rival": f"transformers {RIVALS[shape][0]}, static cache, compile",
+                             "rival_value": round(other, 1), "ratio": round(line["value"] / other, 3)}  # fmt: skip
+            torch.cuda.empty_cache()
+    for line in finals:
+        say(**line)
+    if args.out:
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in finals))
+    print(f"{'model':6} {'batch':>5} {'tokens/s':>9} {'step ms':>8} {'of read peak':>12} {'rival':>9} {'ratio':>6}")
+    for f in finals:
+        print(f"{f['model']:6} {f['batch']:5} {f['value']:9.1f} {f['step_ms']:8.4f} {f['share_of_read_peak']:12.3f} "
+              f"{f.get('rival_value', 0):9.1f} {f.get('ratio', 0):6.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

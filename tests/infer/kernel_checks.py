@@ -1,0 +1,117 @@
+"""How far a fused step is from the packed forward, which other tests tie to the model. Run as a program it checks in
+Triton's interpreter (which must be chosen before triton is imported) and prints one JSON object.
+"""
+
+import json
+
+import torch
+from small_models import make
+
+from tokenformer.infer.cache import StaticCache
+from tokenformer.infer.fused import FusedModel, Tuning
+from tokenformer.infer.packed import Packed
+from tokenformer.models import LanguageModel
+
+ROWS = {
+    "pdl": False,
+    "ahead": False,
+    "score_rows": 32,
+    "value_rows": 16,
+    "ffn_value_rows": 16,
+    "head_rows": 32,
+    "many_value_rows": 32,
+}
+SMALL = Tuning(attend_block=4, attend_split=2, many_programs=8, many_block=32, **ROWS)
+WHOLE = Tuning(attend_block=8, attend_split=1, many_attend_split=1, many_programs=1, **ROWS)
+SHAPES = {
+    "one segment": {"qkv_tokens": 64, "proj_tokens": 128, "ffn_tokens": 256},
+    "segments": {"qkv_tokens": [70, 20], "proj_tokens": 50, "ffn_tokens": [100, 65, 3]},  # no multiples of 64
+}
+
+
+def model_of(shape: str, **keys) -> LanguageModel:
+    return make(dim=64, heads=4, vocab=96, context=64, **{**SHAPES[shape], **keys})
+
+
+def prefilled(packed: Packed, prompts: list[list[int]]) -> StaticCache:
+    """Every row of the cache filled with its own prompt, the slots behind it with noise that nobody may see."""
+    cache = StaticCache(packed.config, len(prompts), 32, packed.device, packed.dtype)
+    cache.k.normal_(generator=torch.Generator(packed.device).manual_seed(0))
+    cache.v.normal_(generator=torch.Generator(packed.device).manual_seed(1))
+    for i, prompt in enumerate(prompts):
+        alone = StaticCache(packed.config, 1, 32, packed.device, packed.dtype)
+        places = torch.arange(len(prompt), device=packed.device)
+        packed.hidden(torch.tensor([prompt], device=packed.device), places, alone, 0)
+        for whole, one in ((cache.k, alone.k), (cache.v, alone.v)):
+            whole[:, i, :, : len(prompt)] = one[:, 0, :, : len(prompt)]
+    return cache
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()).item()
+
+
+@torch.no_grad()
+def step_error(model: LanguageModel, lengths: list[int], tuning: Tuning) -> float:
+    """The largest error of logits and cache over two steps of rows at different positions."""
+    packed = Packed(model)
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(96, (n,), generator=draw).tolist() for n in lengths]
+    step = FusedModel(model, packed.dtype).step(len(lengths), tuning)
+    assert step is not None
+    ours, theirs = prefilled(packed, prompts), prefilled(packed, prompts)
+    positions = torch.tensor(lengths, device=packed.device)
+    worst = 0.0
+    for _ in range(2):
+        ids = torch.randint(96, (len(lengths),), generator=draw).to(packed.device)
+        expected = packed.logits(packed.hidden(ids[:, None], positions[:, None], theirs)[:, 0])
+        errors = [relative(step(ids, positions, ours), expected)]
+        rows = torch.arange(len(lengths), device=packed.device)
+        errors += [
+            relative(a[:, rows, :, positions], b[:, rows, :, positions])
+            for a, b in ((ours.k, theirs.k), (ours.v, theirs.v))
+        ]
+        assert all(e == e for e in errors), "NaN"
+        worst, positions = max(worst, *errors), positions + 1
+    return worst
+
+
+def zeros_error() -> float:
+    """A row of zeros, and keys of zeros: the statistic is zero, and nothing may become NaN."""
+    model = model_of("one segment", layers=1)
+    with torch.no_grad():
+        model.embedding.weight[3] = 0
+        model.blocks[0].attention.query.segments[0].key_tokens.zero_()
+    cache = StaticCache(model.config, 1, 16, "cpu", torch.float32)
+    ids, positions, packed = torch.tensor([3]), torch.tensor([0]), Packed(model)
+    with torch.no_grad():
+        ours = FusedModel(model, torch.float32).step(1, SMALL)(ids, positions, cache)
+        return relative(ours, packed.logits(packed.hidden(ids[:, None], positions[:, None], cache)[:, 0]))
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6 makes numbers of one-element arrays by int(), which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if __name__ == "__main__":
+    mend_interpreter()
+    results = {}
+    for shape in SHAPES:
+        for lengths in ([9], [5, 1, 12]):
+            model = model_of(shape, layers=2 if len(lengths) == 1 else 1)
+            results[f"{shape}, {len(lengths)} rows"] = step_error(model, lengths, SMALL)
+    results["library"] = step_error(model_of("segments", layers=1), [5, 1], Tuning(library=True, **ROWS))
+    results["zeros"] = zeros_error()
+    for lengths in ([9], [5, 1]):
+        half = model_of("one segment", layers=1).half()
+        results[f"half precision, {len(lengths)} rows, undivided"] = step_error(half, lengths, WHOLE)
+    print(json.dumps(results))

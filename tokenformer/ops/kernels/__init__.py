@@ -1,0 +1,1 @@
+"""Triton kernels. Imported where they are used and nowhere else: triton is an extra."""
