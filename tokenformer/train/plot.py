@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.errors import UserError
-from tokenformer.train.report import read_rows
+from tokenformer.train.report import grown, read_rows
 
 COLOURS = ("#0b6bcb", "#d1480f", "#1a7f4b", "#8a3ffc", "#b28600", "#0d8599", "#c2185b", "#5f6b7a")
 LOSS = "loss (nats a token)"
@@ -49,7 +49,7 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
         return x1 if s1 == s0 else x0 + (x1 - x0) * (step - s0) / (s1 - s0)
 
     validation = [row for row in rows if row["kind"] == "validation" and row["loss"] is not None]
-    growths = [row for row in rows if row["kind"] == "event" and row.get("what") == "growth"]
+    growths = [row for row in rows if grown(row)]
     samples = [row["text"] for row in rows if row["kind"] == "sample"]
     last = train[-1]
     facts = {

@@ -10,6 +10,7 @@ import math
 import platform
 import resource
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -42,14 +43,16 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 def environment(command: list[str]) -> dict[str, Any]:
     """What a start of a run was made with."""
-    here = Path(__file__).resolve().parent
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    root, commit = Path(__file__).resolve().parents[2], None
+    if (root / ".git").exists() and shutil.which("git"):  # a checkout, not a package inside somebody else's
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
+        commit = git.stdout.strip() or None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": command,
         "tokenformer": __version__,
-        "commit": git.stdout.strip() or None,
+        "commit": commit,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gpu": gpu,
@@ -69,7 +72,8 @@ class Report:
         starts.setdefault("starts", []).append({"step": step, **environment(command)})
         write_text(run / "environment.json", json.dumps(starts, indent=1) + "\n")
         if self.metrics.is_file():
-            write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in read_rows(run) if row["step"] <= step))
+            rows = [row for row in read_rows(run) if row["step"] < step or (row["step"] == step and not grown(row))]
+            write_text(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self.log = open(run / "log", "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
         self.loggers = loggers.open_loggers(config, run, starts["id"], step)
         self.begin = time.monotonic()
@@ -171,6 +175,11 @@ def memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def grown(row: dict) -> bool:
+    """A growth comes after the checkpoint of its step, so resuming there does it again."""
+    return row["kind"] == "event" and row.get("what") == "growth"
 
 
 def read_rows(run: str | Path) -> list[dict]:
