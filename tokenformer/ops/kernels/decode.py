@@ -296,13 +296,14 @@ def _attend(
         seen = s < high
         at = cache + s[:, None] * C + c[None, :]
         ok = seen[:, None] & inside[None, :]
-        score = tl.sum(tl.load(keys + at, mask=ok, other=0.0).to(tl.float32) * q[None, :], 1)
-        score = tl.where(seen, score, FAR)
+        old_k = tl.load(keys + at, mask=ok, other=0.0)
+        old_v = tl.load(values + at, mask=ok, other=0.0)  # on its way while scores are made
+        score = tl.where(seen, tl.sum(old_k.to(tl.float32) * q[None, :], 1), FAR)
         higher = tl.maximum(top, tl.max(score, 0))
         weight = tl.exp(score - higher)
         shrink = tl.exp(top - higher)
         norm = norm * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(tl.load(values + at, mask=ok, other=0.0).to(tl.float32) * weight[:, None], 0)
+        acc = acc * shrink + tl.sum(old_v.to(tl.float32) * weight[:, None], 0)
         top = higher
     done = SPLIT == 1
     mine = part + ((row * H + head) * SPLIT) * (CP + 2)
