@@ -28,7 +28,10 @@ class Verb(argparse.ArgumentParser):
         if self.mixing or self._subparsers is not None:  # a verb with actions: they mix, it does not
             return super().parse_known_args(args, namespace)
         self.mixing = True  # what follows calls this again
-        return self.parse_known_intermixed_args(args, namespace)
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self.mixing = False
 
 
 def build_parser() -> argparse.ArgumentParser:
