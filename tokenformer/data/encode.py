@@ -36,13 +36,13 @@ class Encoded(NamedTuple):
 def encode_units(tokenizer: Tokenizer, texts: Sequence[str], lasts: Sequence[bool]) -> Encoded:
     """Ids of units one after another, with the end-of-document id behind each that ends a document."""
     end = np.array([tokenizer.end_of_document], dtype_for(tokenizer.vocab_size))
-    parts, counts, special = [], [], 0
-    for ids, last in zip(tokenizer.encode_batch(texts), lasts, strict=True):
-        if tokenizer.special_ids:
-            special += int(np.isin(ids, tokenizer.special_ids).sum())
-        parts += [ids, end] if last else [ids]
-        counts.append(len(ids) + last)
-    return Encoded(np.array(counts, np.int64), np.concatenate([end[:0], *parts]).tobytes(), special)
+    encoded = tokenizer.encode_batch(texts)
+    counts = [len(ids) + last for ids, last in zip(encoded, lasts, strict=True)]
+    parts = [part for ids, last in zip(encoded, lasts, strict=True) for part in ((ids, end) if last else (ids,))]
+    ids = np.concatenate([end[:0], *parts])
+    special = sum(int((ids == i).sum()) for i in tokenizer.special_ids)
+    special -= sum(lasts) if tokenizer.end_of_document in tokenizer.special_ids else 0  # those are ours
+    return Encoded(np.array(counts, np.int64), ids.tobytes(), special)
 
 
 def _send(pipe: BinaryIO, *payloads: bytes) -> None:

@@ -68,7 +68,11 @@ class Loader:
             raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
         if part not in PARTS:
             raise UserError(f"there is no part '{part}': parts are {', '.join(PARTS)}")
-        for name, value in (("context", context), ("batch", batch), ("micro_batch", micro_batch or 1)):
+        for name, value in (
+            ("context", context),
+            ("batch", batch),
+            ("micro_batch", 1 if micro_batch is None else micro_batch),
+        ):
             if value < 1:
                 raise UserError(f"{name} is {value}: give a number above 0")
         self.config, self.context, self.batch, self.seed, self.part = config, context, batch, seed, part

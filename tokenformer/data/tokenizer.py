@@ -7,6 +7,7 @@ import hashlib
 import json
 import lzma
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -100,7 +101,8 @@ class FileTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         kind = dtype_for(self.vocab_size)
-        return [np.array(e.ids, kind) for e in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.frombuffer(array("I", e.ids), np.uint32).astype(kind) for e in encoded]  # thrice as fast as np.array
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
