@@ -75,6 +75,23 @@ def test_official_weights_get_the_tokenizer_that_all_of_them_have(tmp_path):
     assert tokenizer.eos_token_id == 0
 
 
+def test_segments_are_merged_so_that_the_official_format_can_hold_them(tmp_path, capsys):
+    config = load_config("lm/150m", overrides=[
+        "model.layers=2", "model.dim=32", "model.heads=2", "model.vocab=384", "model.context=64",
+        "model.qkv_tokens=[4,12]", "model.proj_tokens=16", "model.ffn_tokens=[16,8,8]",
+    ]).model  # fmt: skip
+    save(LanguageModel(config), tmp_path / "a")
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    command = ["convert", "--to", "official", str(tmp_path / "a"), "--out", str(tmp_path / "b")]
+    assert main(command) == 2
+    assert "its qkv projections have 2 segments" in capsys.readouterr().err
+    assert main([*command, "--merge-segments"]) == 2
+    assert "--merge-segments needs --text" in capsys.readouterr().err
+    assert main([*command, "--merge-segments", "--text", str(tmp_path / "text.txt"), "--tokenizer", "byte"]) == 0
+    assert "segments merged: loss on text.txt" in capsys.readouterr().out
+    assert load(tmp_path / "b").config.ffn_tokens == 32
+
+
 def test_a_segmented_model_goes_from_ours_to_hf_and_back(tmp_path):
     config = load_config("lm/150m", overrides=[
         "model.layers=2", "model.dim=32", "model.heads=2", "model.vocab=64", "model.qkv_tokens=[4,5]",

@@ -190,13 +190,16 @@ class Trainer:
         self.save(wait=True)
         with self.clock.aside():
             before, number = self.cost.parameters, len(self.grown.steps)
+            losses = [self.task.validate(self.model)]
             self.model, self.optimizer, said = growing.grow(self.model, self.optimizer, stage, number, self.config.seed)
             self.grown.grew(self.step)
             self.cost = self.model.cost()
             wrap(self.model.blocks, self.config.train)
-        after = f"{self.cost.parameters:,}"
-        self.report.row("event", self.step, what="growth", to=after, how=self.model.history[-1])
-        self.report.say(f"step {self.step}: grown from {before:,} to {after} parameters")
+            losses = [loss for loss in (*losses, self.task.validate(self.model)) if loss is not None]
+        after, seen = f"{self.cost.parameters:,}", " → ".join(f"{loss:.5f}" for loss in losses)
+        self.report.row("event", self.step, what="growth", to=after, losses=losses, how=self.model.history[-1])
+        said_loss = f", validation loss {seen}" if seen else ""
+        self.report.say(f"step {self.step}: grown from {before:,} to {after} parameters{said_loss}")
         if said:
             self.report.say(said)
 
