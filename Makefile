@@ -1,19 +1,24 @@
-# make setup   an environment in .venv with everything the tests need
+# make demo    a tiny TokenFormer on Shakespeare that grows twice; some minutes on two CPU cores; runs/demo/report.html
 # make test    linter, type checker, tests
 # make lint    linter and type checker alone
-# make demo    a tiny TokenFormer on Shakespeare, about three minutes on two CPU cores; leaves runs/demo/report.html
+# make setup   an environment in .venv with everything the tests need
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup test lint demo clean
 
-setup: .venv/.ready
+setup: .venv/.tests
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokenformer needs Python 3.11 or newer: make PYTHON=python3.12 setup")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(PIP) torch
+	$(PIP) -e .
+	touch $@
+
+.venv/.tests: .venv/.base
+	$(PIP) -e '.[test]'
 	touch $@
 
 lint: setup
@@ -22,9 +27,9 @@ lint: setup
 	$(BIN)/pyrefly check
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu'
 
-demo: setup
+demo: .venv/.base
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo/demo.py
 
 clean:
