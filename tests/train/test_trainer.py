@@ -118,7 +118,7 @@ def test_activation_checkpointing_changes_no_bit_and_no_name(tiny, tmp_path, how
     assert same(result(tmp_path / "plain"), result(tmp_path / "wrapped"))
 
 
-@pytest.mark.parametrize("how", ["none", "selective"])
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
 def test_compiled_blocks_train_the_same_and_are_compiled_once(tiny, tmp_path, how):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

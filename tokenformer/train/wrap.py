@@ -30,12 +30,17 @@ def wrap(blocks: Iterable[nn.Module], config: TrainConfig) -> None:
     """In this order: what backward computes again, then compilation of each block."""
     for block in blocks:
         if config.activation_checkpointing != "none":
-            options = {}
-            if config.activation_checkpointing == "selective":
-                options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-            again = functools.partial(
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **options
-            )
-            block.forward = again  # on the instance: the parameters keep their names
+            again(block, selective=config.activation_checkpointing == "selective")
         if config.compile != "none":
             block.compile(backend=config.compile, dynamic=False)
+
+
+def again(block: nn.Module, selective: bool) -> None:
+    forward, options = block.forward, {}
+    if selective:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    def forward_again(*args, **kwargs):  # a plain function: the compiler would not look into a partial
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+    block.forward = forward_again  # on the instance: the parameters keep their names
