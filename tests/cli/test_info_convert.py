@@ -139,6 +139,13 @@ def test_the_program_itself_leaves_with_the_code():
     assert done.returncode == 0 and "123,569,664" in done.stdout
 
 
+def test_a_reader_that_leaves_is_no_error():
+    program = f"{sys.executable} -m tokenformer info lm/150m | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert len(done.stdout.splitlines()) == 1
+
+
 def test_every_verb_has_a_help_with_an_example(capsys):
     (actions,) = [a for a in build_parser()._actions if hasattr(a, "choices") and a.choices]
     assert {"info", "convert"} <= set(actions.choices)

@@ -5,7 +5,9 @@ Exit codes: 0 done, 2 what the user can mend (one sentence, no traceback), 1 wha
 
 import argparse
 import importlib
+import os
 import pkgutil
+import select
 import sys
 from collections.abc import Sequence
 
@@ -55,9 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"tokenformer: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `tokenformer info … | head` closed its end: nothing is wrong
-        sys.stderr.close()
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("tokenformer: interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_left() -> bool:
+    """`tokenformer info … | head` closed its end: nothing is wrong. Other pipes may break for other reasons."""
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in watch.poll(0))

@@ -68,7 +68,7 @@ class LanguageModel(nn.Module):
         self.config = config.resolved()
         self.compute_dtype: torch.dtype | None = None  # None: as the parameters
         self.history: list[dict] = []  # the growths that led to this model
-        self.embedding = nn.Embedding(config.vocab, config.dim)
+        self.embedding = nn.Embedding(config.vocab, config.dim, _weight=torch.empty(config.vocab, config.dim))
         self.blocks = nn.ModuleList(Block(self.config, layer) for layer in range(config.layers))
         self.norm = Norm(config, affine=True)
         self.head = None if config.tied else Linear(config.dim, config.vocab)
