@@ -26,17 +26,17 @@ class Tuning:
     """Shapes of the kernels; what was fastest where it was measured (benchmarks/decode.py)."""
 
     pdl: bool = True  # a kernel begins, with its weights, while the one before it ends
-    ahead: bool = True  # every kernel asks for the next one's weights
-    score_rows: int = 8  # one row of data: scores a program, and outputs a program
-    value_rows: int = 4
-    ffn_value_rows: int = 4
+    ahead: bool = False  # every kernel asks for the next one's weights
+    score_rows: int = 16  # one row of data: scores a program, and outputs a program
+    value_rows: int = 16
+    ffn_value_rows: int = 8
     value_block: int = 1024
-    head_rows: int = 8
+    head_rows: int = 4
     warps: int = 4
     attend_block: int = 32
     attend_split: int = 8
-    library: bool = False  # several rows of data: matrix products by cuBLAS, or by the kernels below
-    many_score_rows: int = 32
+    library: bool = True  # several rows of data: matrix products by cuBLAS, or by the kernels below
+    many_score_rows: int = 64
     many_value_rows: int = 64
     many_block: int = 128
     many_programs: int = 264  # about how many share one product of values
