@@ -5,6 +5,8 @@ from typing import Literal
 
 from tokenformer.strict import key, need
 
+DEGREES = ("pipeline", "replicate", "shard", "token")  # from the outermost to the innermost
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -150,7 +152,27 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is laid over several processes. One process: nothing of it counts."""
+    """How a model is laid over several processes: the product of the four degrees is their number, one may be -1."""
 
-    shard: bool = key("parameters, gradients and optimizer state are split over the ranks; else each has all", False)
+    replicate: int | None = key("copies of the model; absent = as many as the other degrees leave", None)
+    shard: int = key("ranks over which parameters, gradients and optimizer state are split, gathered for use", 1)
+    token: int = key("ranks that hold a slice of the parameter tokens, heads and vocabulary each, and use it there", 1)
+    pipeline: int = key("ranks that hold some of the blocks each", 1)
     reshard_after_forward: bool = key("with shard: gather parameters again for backward (less memory)", True)
+    offload: bool = key("with shard: parameters and optimizer state live in the host's memory", False)
+    segments: Literal["split", "per-rank"] = key(
+        "with token: every segment is split, or a rank holds whole ones (nothing to reduce for their norms)", "split"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = key("with pipeline: in which order micro-batches go", "1f1b")
+    timeout: float = key("seconds that a rank waits for the others before it gives up", 600.0)
+
+    def __post_init__(self) -> None:
+        for name in DEGREES:
+            degree = getattr(self, name)
+            need(
+                degree is None or degree == -1 or degree > 0,
+                f"parallel.{name} is {degree}: give a number above 0, or -1 for as many as are left",
+            )
+        free = [name for name in DEGREES if getattr(self, name) == -1]
+        need(len(free) < 2, f"parallel.{' and parallel.'.join(free)} are -1, but only one of them can be what is left")
+        need(self.timeout > 0, f"parallel.timeout is {self.timeout}: give seconds above 0")

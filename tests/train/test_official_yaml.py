@@ -94,9 +94,7 @@ def test_what_the_official_files_say_is_what_we_do(shared, capsys):
     assert config.out == "work_dirs/150M_TokenFormer_Pile" and config.start is None
 
 
-@pytest.mark.parametrize(
-    "stage, shard, reshard", [(0, False, False), (1, True, False), (2, True, False), (3, True, True)]
-)
+@pytest.mark.parametrize("stage, shard, reshard", [(0, 1, False), (1, -1, False), (2, -1, False), (3, -1, True)])
 def test_zero_stages(shared, tmp_path, stage, shard, reshard):
     (tmp_path / "zero.yml").write_text(f'{{"zero_optimization": {{"stage": {stage}}}, "log_interval": 7}}')
     files = [shared / "golden" / "configs" / "150M_train_pile.yml", tmp_path / "zero.yml"]

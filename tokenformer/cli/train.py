@@ -6,6 +6,8 @@ example: tokenformer train lm/150m data.path=prepared/books batch=64 --out runs/
 CONFIG is a file of ours or an official YAML file, a preset (lm/150m), or a run folder to go on with. An existing run is
 never overwritten: --resume goes on from its newest checkpoint (and begins where there is none, so that a job script can
 always give it). SIGTERM, SIGINT and SIGUSR1 save and leave.
+
+Many processes: torchrun --nproc-per-node 8 -m tokenformer train CONFIG parallel.shard=8 (docs/parallelism.md).
 """
 
 import argparse
@@ -22,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tokenformer.hub.official_config import load_config
+    from tokenformer.parallel.mesh import together
     from tokenformer.train.trainer import Trainer
 
     source = Path(args.config)
@@ -30,5 +33,5 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
     default = source if inside else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
     out = Path(args.out) if args.out else default
-    signal = Trainer(config, out, resume=args.resume, command=["tokenformer", *sys.argv[1:]]).run()
-    return 0 if signal is None else 128 + signal
+    trainer = Trainer(config, out, resume=args.resume, command=["tokenformer", *sys.argv[1:]])
+    return together(trainer.run)

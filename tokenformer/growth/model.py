@@ -101,15 +101,14 @@ def follow(model: LanguageModel, growth: Plan, *, share: bool = False) -> Langua
 
 
 @torch.no_grad()
-def disturb(model: LanguageModel, growth: Plan, noise: float) -> None:
+def disturb(name: str, parameter: Tensor, growth: Plan, noise: float) -> None:
     """Random numbers on the old parameter tokens, as a share of their RMS, in place."""
-    for name, parameter in model.named_parameters():
-        kept = growth.recipes[name].old is not None and name.endswith("_tokens")
-        rows = len(parameter) - max(growth.recipes[name].new_rows, 0)
-        if noise and kept and rows:
-            key = f"growth {growth.number} noise/{name}"
-            numbers = draw(growth.seed, key, (rows, *parameter.shape[1:])).to(parameter)
-            parameter[:rows] += numbers * (noise * rms([parameter[:rows]]))
+    kept = growth.recipes[name].old is not None and name.endswith("_tokens")
+    rows = len(parameter) - max(growth.recipes[name].new_rows, 0)
+    if noise and kept and rows:
+        key = f"growth {growth.number} noise/{name}"
+        numbers = draw(growth.seed, key, (rows, *parameter.shape[1:])).to(parameter)
+        parameter[:rows] += numbers * (noise * rms([parameter[:rows]]))
 
 
 def hold(cls: type, config: Any, tensors: Mapping[str, Tensor], history: list[dict]) -> Any:

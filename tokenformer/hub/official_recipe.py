@@ -56,7 +56,7 @@ def recipe(raw: dict, where: str) -> tuple[dict, list[str]]:
     _precision(raw, flat, refuse)
     stage = (raw.get("zero_optimization") or {}).get("stage", 0)
     refuse(stage in (0, 1, 2, 3), f"zero_optimization.stage is {stage!r}, not 0 to 3")
-    flat |= {"parallel.shard": stage > 0, "parallel.reshard_after_forward": stage == 3}
+    flat |= {"parallel.shard": -1 if stage else 1, "parallel.reshard_after_forward": stage == 3}
     flat["train.activation_checkpointing"] = "full" if raw.get("checkpoint_activations") else "none"
     if "split" in raw:
         flat["data.split"] = [float(share) for share in str(raw["split"]).split(",")]

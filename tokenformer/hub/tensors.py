@@ -4,7 +4,9 @@ Unusual: a shard file holds slices under a tensor's full name, so no plain safet
 """
 
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,10 +19,13 @@ FILE_BYTES = 2 * 10**9  # the writer holds one file in memory
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
-def write_tensors(folder: str | Path, tensors: dict[str, Tensor]) -> None:
-    """Every rank of a process group, or one process, writes what it holds. Tensors only: DCP would pickle the rest."""
+def write_tensors(folder: str | Path, tensors: Mapping[str, Any], group: Any = None) -> None:
+    """Every rank of a process group, or one process, writes what it holds: tensors, or parts of them as DCP knows them.
+
+    Nothing else: DCP would pickle it.
+    """
     for name, value in tensors.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) and not hasattr(value, "__create_chunk_list__"):
             raise TypeError(f"{name} is {type(value).__name__}, not a tensor: it belongs into state.json")
     files, size = {}, 0
     for name, tensor in tensors.items():
@@ -28,29 +33,44 @@ def write_tensors(folder: str | Path, tensors: dict[str, Tensor]) -> None:
         files[name] = 1 + size // FILE_BYTES
     files = {name: 1 + sorted(set(files.values())).index(file) for name, file in files.items()}  # numbered densely
     Path(folder).mkdir(parents=True, exist_ok=True)
-    if tensors:
+    if tensors or not _alone():
         writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-        dcp.save({name: t.contiguous() for name, t in tensors.items()}, storage_writer=writer, no_dist=_alone())
+        dcp.save(
+            {name: t.contiguous() for name, t in tensors.items()},
+            storage_writer=writer,
+            process_group=group,
+            no_dist=_alone(),
+        )
 
 
-def read_tensors(folder: str | Path, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """All tensors of a folder, whole and on the CPU, or into the given ones (sharded or not), which must be all."""
+def stored(folder: str | Path) -> dict[str, TensorStorageMetadata]:
+    """What a folder holds: names, shapes and types."""
     if not any(Path(folder).glob("*.safetensors")):
-        stored = {}
-    else:
-        stored = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    shapes = {name: meta for name, meta in stored.items() if isinstance(meta, TensorStorageMetadata)}
+        return {}
+    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
+
+
+def read_tensors(
+    folder: str | Path, into: dict[str, Any] | None = None, names: Iterable[str] | None = None, group: Any = None
+) -> dict[str, Any]:
+    """All tensors of a folder, whole and on the CPU, or into the given ones (or parts of them).
+
+    These must be all, or `names` must be: a rank may hold some of them only.
+    """
+    shapes = stored(folder)
     if into is None:
         into = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in shapes.items()}
-    for name in [*into.keys() - shapes.keys(), *shapes.keys() - into.keys()]:
-        missing = "is missing in" if name in into else "is too many in"
+    wanted = set(into if names is None else names)
+    for name in sorted(wanted ^ shapes.keys()):
+        missing = "is missing in" if name in wanted else "is too many in"
         raise UserError(f"tensor {name} {missing} {folder}: it was written by another model, or use another checkpoint")
     for name, meta in shapes.items():
-        if into[name].shape != meta.size:
+        if name in into and into[name].shape != meta.size:
             raise UserError(f"tensor {name} of {folder} is {list(meta.size)}, not {list(into[name].shape)}")
-    if into:
+    if shapes:
         reader = dcp.HuggingFaceStorageReader(str(folder))
-        dcp.load(into, storage_reader=reader, no_dist=_alone())
+        dcp.load(into, storage_reader=reader, process_group=group, no_dist=_alone())
     return into
 
 

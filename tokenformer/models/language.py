@@ -88,9 +88,15 @@ class LanguageModel(nn.Module):
         hidden_BTD = self.hidden(ids, positions=positions, documents=documents, cache=cache)
         weight = self.head_weight.to(hidden_BTD.dtype)
         if labels is None:
-            return Output(logits=hidden_BTD @ weight.T)
-        loss_sum, count = linear_cross_entropy(hidden_BTD, weight, labels)
+            return Output(logits=self.logits(hidden_BTD, weight))
+        loss_sum, count = self.loss(hidden_BTD, weight, labels)
         return Output(loss_sum=loss_sum, count=count)
+
+    def logits(self, hidden_BTD: Tensor, weight_WD: Tensor) -> Tensor:
+        return hidden_BTD @ weight_WD.T
+
+    def loss(self, hidden_BTD: Tensor, weight_WD: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return linear_cross_entropy(hidden_BTD, weight_WD, labels)
 
     def hidden(
         self,

@@ -132,14 +132,16 @@ class Attention(nn.Module):
         self.proj = projection(config, layer, "proj", config.dim)
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor | None, cache) -> Tensor:
-        qkv = project(x_BTD, [self.query, self.key, self.value])
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in qkv)  # (B, H, T, C)
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.qkv(x_BTD))  # (B, H, T, C)
         q, k, mask = rotate(q, *rotary), rotate(k, *rotary), None
         if cache is not None:
             mask = cache.mask
             k, v = cache.update(self.layer, k, v)
         seen = attention(q, k, v, documents_BT=documents, mask=mask)
         return self.proj(seen.transpose(1, 2).flatten(2))
+
+    def qkv(self, x: Tensor) -> Sequence[Tensor]:
+        return project(x, [self.query, self.key, self.value])
 
 
 class MLP(nn.Module):

@@ -3,6 +3,8 @@
 Returns a sum and a count, so that accumulation and ranks can normalise globally. Legend: T rows, D dim, W vocabulary.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,9 +15,15 @@ LOGITS = 1 << 27  # how many are held at once
 
 
 def linear_cross_entropy(
-    hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor, chunk: int | None = None
+    hidden_TD: Tensor,
+    weight_WD: Tensor,
+    labels_T: Tensor,
+    chunk: int | None = None,
+    loss_of: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Σ −log p(label) in fp32 or better, and how many labels counted (those that are not -100). `chunk`: rows at once.
+
+    `loss_of` (hidden, weight, labels of a chunk) is another way to the sum, for a vocabulary that is split over ranks.
 
     >>> total, count = linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([3, -100]))
     >>> round(total.item(), 4), count.item()
@@ -24,10 +32,11 @@ def linear_cross_entropy(
     hidden_TD, labels_T = hidden_TD.flatten(0, -2), labels_T.flatten()
     chunk = chunk or max(1, LOGITS // len(weight_WD))
     pairs = list(zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True))
+    one = loss_of or _chunk
     if len(pairs) == 1:
-        total = _chunk(hidden_TD, weight_WD, labels_T)
+        total = one(hidden_TD, weight_WD, labels_T)
     else:  # backward makes each chunk's logits again instead of keeping them
-        parts = [checkpoint(_chunk, h, weight_WD, y, use_reentrant=False, preserve_rng_state=False) for h, y in pairs]
+        parts = [checkpoint(one, h, weight_WD, y, use_reentrant=False, preserve_rng_state=False) for h, y in pairs]
         total = torch.stack(parts).sum()
     return total, (labels_T != IGNORE).sum()
 

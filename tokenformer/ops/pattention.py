@@ -45,23 +45,44 @@ def pattention_group(
     return outputs
 
 
-def normalise(score_TN: Tensor, theta: str, tau: float, count_TN: Tensor | None = None) -> Tensor:
-    """Θ of one segment's scores, in fp32 or better. Where the statistic is zero: zeros, and zero gradients."""
+def normalise(
+    score_TN: Tensor, theta: str, tau: float, count_TN: Tensor | None = None, total_T1: Tensor | None = None
+) -> Tensor:
+    """Θ of one segment's scores, in fp32 or better. Where the statistic is zero: zeros, and zero gradients.
+
+    `total_T1` is the statistic of the whole segment, where the scores are a part of it.
+    """
     score_TN = score_TN.to(torch.promote_types(score_TN.dtype, torch.float32))
     if theta == "softmax":
+        if total_T1 is not None:
+            return (score_TN - total_T1).exp() * tau**2
         if count_TN is None:
             return score_TN.softmax(-1) * tau**2
         some = count_TN.any(-1, keepdim=True)  # a row that is masked whole must not become NaN on the way
         return score_TN.masked_fill(~count_TN & some, -torch.inf).softmax(-1) * count_TN * tau**2
     if count_TN is not None:
         score_TN = score_TN.masked_fill(~count_TN, 0)  # adds nothing to any norm, and gelu(0) = 0
-    if theta == "l2_norm_gelu":
-        return F.gelu(score_TN * _over(score_TN.square().sum(-1, keepdim=True), tau, 0.5))
     if theta == "gelu_l2_norm":
-        gelu_TN = F.gelu(score_TN)
-        return gelu_TN * _over(gelu_TN.square().sum(-1, keepdim=True), tau, 0.5)
+        score_TN = F.gelu(score_TN)
+    total_T1 = _total(score_TN, theta) if total_T1 is None else total_T1
+    if theta == "gelu_l2_norm":
+        return score_TN * _over(total_T1, tau, 0.5)
+    return F.gelu(score_TN * (_over(total_T1, tau**2, 1.0) if theta == "l1_norm_gelu" else _over(total_T1, tau, 0.5)))
+
+
+def statistic(score_TN: Tensor, theta: str) -> Tensor:
+    """(T, 1): what these scores add to the total of their segment: a sum, or the logarithm of one (softmax)."""
+    score_TN = score_TN.to(torch.promote_types(score_TN.dtype, torch.float32))
+    if theta == "softmax":
+        return score_TN.logsumexp(-1, keepdim=True)
+    return _total(F.gelu(score_TN) if theta == "gelu_l2_norm" else score_TN, theta)
+
+
+def _total(score_TN: Tensor, theta: str) -> Tensor:
     if theta == "l1_norm_gelu":
-        return F.gelu(score_TN * _over(score_TN.abs().sum(-1, keepdim=True), tau**2, 1.0))
+        return score_TN.abs().sum(-1, keepdim=True)
+    if theta in ("l2_norm_gelu", "gelu_l2_norm"):
+        return score_TN.square().sum(-1, keepdim=True)
     raise ValueError(f"theta is '{theta}', not one of l2_norm_gelu, gelu_l2_norm, softmax, l1_norm_gelu")
 
 

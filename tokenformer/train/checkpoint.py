@@ -3,6 +3,7 @@
 Written to a hidden sibling and renamed, so a name that can be seen is complete; `last` names the newest one.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,7 +19,9 @@ from tokenformer import config as native
 from tokenformer.config import CheckpointConfig, ModelConfig, ModelFile
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest, read_json, write_text
-from tokenformer.hub.tensors import read_tensors, write_tensors
+from tokenformer.hub.tensors import read_tensors, stored, write_tensors
+from tokenformer.parallel.layout import Layout
+from tokenformer.parallel.mesh import Place
 
 State = dict[str, dict[str, Tensor]]  # an optimizer's, by parameter name
 
@@ -31,8 +34,8 @@ def all_steps(run: Path) -> dict[int, Path]:
 class Checkpoints:
     """Writes a run's checkpoints and forgets old ones. In the background: tensors are copied, then a thread writes."""
 
-    def __init__(self, run: Path, config: CheckpointConfig) -> None:
-        self.run, self.config = run, config
+    def __init__(self, run: Path, config: CheckpointConfig, place: Place) -> None:
+        self.run, self.config, self.place = run, config, place
         self.thread: threading.Thread | None = None
         self.failure: Exception | None = None
         self.saved: int | None = None  # the step of the last one that is complete
@@ -40,11 +43,11 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         return (self.config.every > 0 and step % self.config.every == 0) or step in self.config.also
 
-    def save(self, step: int, tensors: dict[str, Tensor], optimizer: State, files: dict[str, str], state: dict) -> None:
+    def save(self, step: int, layout: Layout, optimizer: State, files: dict[str, str], state: dict) -> None:
         """`files` go beside the tensors in model/. Raises what went wrong; in the background the next call does."""
         self.wait()
-        flat = {f"{kind}/{name}": t for name, entry in optimizer.items() for kind, t in entry.items()}
-        parts = {"model": {n: t.detach() for n, t in tensors.items()}, "optim": flat}
+        flat = {f"{k}/{name}": layout.part(name, t) for name, entry in optimizer.items() for k, t in entry.items()}
+        parts = {"model": layout.parts(), "optim": flat}
         arguments = (step, parts, files, state)
         if not self.config.background:
             return self._write(*arguments)
@@ -68,17 +71,24 @@ class Checkpoints:
         except Exception as error:  # handed to the training thread by wait()
             self.failure = error
 
-    def _write(self, step: int, parts: dict[str, dict[str, Tensor]], files: dict[str, str], state: dict) -> None:
+    def _write(self, step: int, parts: dict[str, dict[str, Any]], files: dict[str, str], state: dict) -> None:
+        """All ranks write what they hold into a folder that the first one makes, completes and names."""
         path = self.run / "checkpoints" / f"step-{step:08d}"
         try:
-            with atomic_folder(path) as folder:
+            with contextlib.ExitStack() as hidden:
+                folder = Path(self.place.tell(lambda: str(hidden.enter_context(atomic_folder(path)))) or "")
                 for part, tensors in parts.items():
-                    write_tensors(folder / part, tensors)
-                for name, text in files.items():
-                    (folder / "model" / name).write_text(text, encoding="utf-8")
-                (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-            write_text(self.run / "checkpoints" / "last", path.name + "\n")
-            self._forget()
+                    write_tensors(folder / part, tensors, self.place.groups.get("files"))
+
+                def complete() -> None:
+                    for name, text in files.items():
+                        (folder / "model" / name).write_text(text, encoding="utf-8")
+                    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+                    hidden.close()
+                    write_text(self.run / "checkpoints" / "last", path.name + "\n")
+                    self._forget()
+
+                self.place.tell(complete)
         except (OSError, CheckpointException) as error:  # DCP wraps what the file system said
             raise CheckpointFailed(f"the checkpoint of step {step} could not be written ({reason(error)})") from error
         self.saved = step
@@ -109,14 +119,14 @@ def reason(error: BaseException) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def newest(run: Path) -> Path | None:
+def newest(run: Path, checksums: bool = True) -> Path | None:
     """The last complete checkpoint of a run, all its files as its manifest says; None before the first."""
     steps = all_steps(run)
     if not steps:
         return None
     path = steps[max(steps)]
     try:
-        check_manifest(path)
+        check_manifest(path, checksums)
     except UserError as error:
         raise UserError(f"{error}; or move {path} away to resume from the checkpoint before it") from None
     return path
@@ -132,15 +142,22 @@ def model_files(config: ModelConfig, history: list[dict], tokenizer_json: str | 
     return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
 
 
-def read_model(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    read_tensors(checkpoint / "model", {name: tensor.detach() for name, tensor in tensors.items()})
+def read_model(checkpoint: Path, layout: Layout) -> None:
+    """Into the layout's own parameters, whatever layout wrote them."""
+    read_tensors(checkpoint / "model", layout.parts(), layout.splits, layout.place.groups.get("files"))
 
 
-def read_optimizer(checkpoint: Path) -> State:
+def read_optimizer(checkpoint: Path, layout: Layout) -> State:
+    """What belongs to this rank's parts of the parameters."""
     state: State = {}
-    for name, tensor in read_tensors(checkpoint / "optim").items():
+    held = stored(checkpoint / "optim")
+    for name, meta in held.items():
         kind, _, parameter = name.partition("/")
-        state.setdefault(parameter, {})[kind] = tensor
+        if parameter in layout.named:
+            shape = layout.named[parameter].shape if meta.size else ()
+            state.setdefault(parameter, {})[kind] = torch.empty(shape, dtype=meta.properties.dtype)
+    into = {f"{kind}/{name}": layout.part(name, t) for name, entry in state.items() for kind, t in entry.items()}
+    read_tensors(checkpoint / "optim", into, held, layout.place.groups.get("files"))
     return state
 
 

@@ -7,42 +7,71 @@ more slowly or not at all, which follows from the run's plan and is never saved.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tokenformer.config import ModelConfig
 from tokenformer.config_growth import GrowthStage
-from tokenformer.growth import follow, plan
+from tokenformer.growth import Plan, follow, plan
 from tokenformer.growth.model import disturb
 from tokenformer.growth.state import warning
 from tokenformer.models import LanguageModel
+from tokenformer.parallel.layout import Layout, Wholes
 from tokenformer.train.optim import Optimizer
+from tokenformer.train.task import LanguageTask
+
+State = dict[str, dict[str, Tensor]]  # an optimizer's, by parameter name
 
 
 def grow(
-    model: LanguageModel, optimizer: Optimizer, stage: GrowthStage, number: int, seed: int
-) -> tuple[LanguageModel, Optimizer, str | None]:
+    layout: Layout, optimizer: Optimizer, stage: GrowthStage, number: int, seed: int, task: LanguageTask
+) -> tuple[Layout, Optimizer, str | None]:
     """The next model of the run, its optimizer, and a sentence where something should be known about them."""
-    names = [name for name, _ in model.named_parameters()]
-    growth = plan(model.config, names, **stage.how(), number=number, seed=seed)
-    state = growth.state(optimizer.state_by_name()) if stage.state == "keep" else {}
-    bigger = follow(model, growth, share=True)
-    disturb(bigger, growth, stage.noise)
+    before = layout.model.config
+    growth = plan(before, list(layout.splits), **stage.how(), number=number, seed=seed)
+    old = optimizer.state_by_name() if stage.state == "keep" else {}
+    if layout.place.alone:
+        bigger = follow(layout.model, growth, share=True)
+        for name, parameter in bigger.named_parameters():
+            disturb(name, parameter, growth, stage.noise)
+        new, state = task.dress(bigger), growth.state(old)
+    else:
+        new, state = relay(layout, growth, stage, task, old)
     said = warning(growth, optimizer.config.betas[1]) if optimizer.config.kind == "adamw" and state else None
-    new = Optimizer(bigger.named_parameters(), optimizer.config, shares(bigger, model.config, stage))
-    new.load_state_by_name(state)
-    return bigger, new, said
+    grown = Optimizer(new.named.items(), optimizer.config, shares(new, before, stage), new)
+    grown.load_state_by_name(state)
+    return new, grown, said
 
 
-def shares(model: LanguageModel, before: ModelConfig, stage: GrowthStage) -> dict[str, float]:
+def relay(layout: Layout, growth: Plan, stage: GrowthStage, task: LanguageTask, old: State) -> tuple[Layout, State]:
+    """Over many ranks: each parameter is put together, grown as in one process, and cut again, one after the other."""
+    wholes = Wholes(layout)
+
+    def source(name: str, _shape: tuple[int, ...]) -> Tensor:
+        tensor = growth.recipes[name].make(name, wholes, growth)
+        disturb(name, tensor, growth, stage.noise)
+        return tensor
+
+    new, state = task.build(growth.config, source), {}
+    new.model.history = [*layout.model.history, growth.event]
+    new.model.train(layout.model.training)
+    for name, recipe in growth.recipes.items():
+        entry = layout.whole_state(recipe.old, old) if recipe.old else {}
+        if entry and (whole := recipe.grow_state(entry)) is not None and name in new.named:
+            state[name] = {kind: new.take(name, tensor) for kind, tensor in whole.items()}
+    return new, state
+
+
+def shares(layout: Layout, before: ModelConfig, stage: GrowthStage) -> dict[str, float]:
     """The share of the rate at which each old parameter token learns; those at 0 are frozen, the others are not."""
     with torch.device("meta"):
         names = [name for name, _ in LanguageModel(before).named_parameters()]
     growth = plan(before, names, **stage.how())
     old = {name for name, recipe in growth.recipes.items() if recipe.old and name.endswith("_tokens")}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*layout.own.items(), *layout.named.items()):
         parameter.requires_grad_(name not in old or stage.old_tokens > 0)
     return dict.fromkeys(old, stage.old_tokens) if stage.old_tokens != 1 else {}
 
 
-def in_force(model: LanguageModel, chain: Sequence[ModelConfig], stages: Sequence[GrowthStage], done: int) -> dict:
+def in_force(layout: Layout, chain: Sequence[ModelConfig], stages: Sequence[GrowthStage], done: int) -> dict:
     """The shares of a run that goes on after `done` growths."""
-    return shares(model, chain[done - 1], stages[done - 1]) if done else {}
+    return shares(layout, chain[done - 1], stages[done - 1]) if done else {}

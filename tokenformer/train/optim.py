@@ -4,6 +4,7 @@ Unusual: a step takes a divisor for the gradients (loss scale, normaliser and cl
 the device, so that nothing waits for it; Muon works on all matrices of one shape at once. State is known by name.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer.config_train import OptimizerConfig
+from tokenformer.parallel.layout import Layout, Split, spread
 
 # Newton–Schulz quintic: drives every singular value of a matrix of norm ≤ 1 to about 0.7–1.2 in five steps.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 STACK = 1 << 26  # numbers that are orthogonalised at once
 SEGMENT = re.compile(r"segments\.\d+\.")
-Shapes = tuple[tuple[int, int], ...]
 
 
 def split(named: Iterable[tuple[str, nn.Parameter]], kind: str) -> dict[str, dict[str, nn.Parameter]]:
@@ -37,9 +38,10 @@ class Optimizer:
         named: Iterable[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
         shares: Mapping[str, float] | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        """`shares`: parameters that learn at a share of the rate."""
-        self.config, self.shares = config, dict(shares or {})
+        """`shares`: parameters that learn at a share of the rate. `layout`: where the parts of each lie."""
+        self.config, self.shares, self.layout = config, dict(shares or {}), layout
         groups = split(named, config.kind)
         self.matrices, self.momentum = groups["muon"], {}
         self.others = {**groups["adamw"], **groups["plain"]}
@@ -59,7 +61,12 @@ class Optimizer:
     @torch.no_grad()
     def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
         """One update by the gradients / divisor; where `skip` is 1, parameters and state stay what they were."""
+        held = next(iter(self.others.values())).device  # the host, where parameters live there
+        divisor, skip = divisor.to(held), skip.to(held)
         vars(self.adamw).update(grad_scale=divisor, found_inf=skip)  # the fused kernels read them on the device
+        if divisor.dtype == torch.float64:  # of which they read no scale
+            torch._foreach_div_([p.grad for p in self.others.values() if p.grad is not None], divisor)
+            vars(self.adamw).update(grad_scale=None)
         for group in self.adamw.param_groups:
             group["lr"] = rate * group["share"]
         self.adamw.step()
@@ -68,10 +75,11 @@ class Optimizer:
 
     def _muon(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
         c = self.config
-        for shapes, names in self._units().items():  # a unit is a matrix, or the segments of a projection
-            sizes, columns = tuple(rows for rows, _ in shapes), shapes[0][1]
-            length = 0.2 * max(sum(sizes), columns) ** 0.5  # an orthogonal update of this length has AdamW's RMS
-            many = max(1, STACK // (sum(sizes) * columns))
+        for splits, names in self._units().items():  # a unit is a matrix, or the segments of a projection
+            count, columns = sum(split.shape[0] for split in splits), splits[0].shape[1]
+            sizes = tuple(len(self.matrices[name]) for name in names[0])  # of the parts that are here
+            length = 0.2 * max(count, columns) ** 0.5  # an orthogonal update of this length has AdamW's RMS
+            many = max(1, STACK // (count * columns)) * (self.layout.place.world if self.layout else 1)
             for i in range(0, len(names), many):
                 matrices = [[self.matrices[name] for name in unit] for unit in names[i : i + many]]
                 momenta = [[self.momentum[name] for name in unit] for unit in names[i : i + many]]
@@ -79,9 +87,7 @@ class Optimizer:
                 gradient = torch.stack([_rows(unit) for unit in gradients]) / divisor
                 momentum = torch.stack([_rows(unit) for unit in momenta])
                 momentum = torch.where(skip, momentum, momentum.lerp(gradient, 1 - c.momentum))
-                direction = orthogonalise(
-                    gradient.lerp(momentum, c.momentum), c.orthogonal_steps, self._dtype(gradient)
-                )
+                direction = self._orthogonal(gradient.lerp(momentum, c.momentum), splits)
                 keep = 1 - (~skip).to(gradient.dtype) * (rate * c.weight_decay)
                 move = torch.where(skip, 0.0, direction.to(gradient.dtype)) * (rate * length)
                 flat: list[Tensor] = [m for unit in matrices for m in unit]
@@ -93,8 +99,18 @@ class Optimizer:
                 torch._foreach_mul_(flat, keeps)
                 torch._foreach_sub_(flat, moves)
 
-    def _units(self) -> dict[Shapes, list[list[str]]]:
-        """Names of what is orthogonalised as one, by the shapes of their parts."""
+    def _orthogonal(self, stack: Tensor, splits: tuple[Split, ...]) -> Tensor:
+        """Of each matrix; where only a part of it is here, some rank puts it together, and gives this part back."""
+        solve = functools.partial(orthogonalise, steps=self.config.orthogonal_steps, dtype=self._dtype(stack))
+        if self.layout is None or self.layout.place.alone:
+            return solve(stack)
+        place = self.layout.place
+        sizes = [side.stop - side.start for side, *_ in (self.layout.box_of(split) for split in splits)]
+        units = spread([matrix.split(sizes) for matrix in stack], splits, place, solve)
+        return torch.stack([_rows(unit) for unit in units])
+
+    def _units(self) -> dict[tuple[Split, ...], list[list[str]]]:
+        """Names of what is orthogonalised as one, by how their parts are cut."""
         units: dict[str, list[str]] = {}
         for name, matrix in self.matrices.items():
             if matrix.grad is not None:
@@ -102,11 +118,14 @@ class Optimizer:
                     self.momentum[name] = torch.zeros_like(matrix)
                 joint = self.config.segments == "joint"
                 units.setdefault(SEGMENT.sub("segments.", name) if joint else name, []).append(name)
-        by_shape: dict[Shapes, list[list[str]]] = {}
+        alike: dict[tuple[Split, ...], list[list[str]]] = {}
         for unit in units.values():
-            shape = tuple((len(self.matrices[name]), self.matrices[name].shape[1]) for name in unit)
-            by_shape.setdefault(shape, []).append(unit)
-        return by_shape
+            if self.layout is None:
+                splits = tuple(Split(tuple(self.matrices[name].shape)) for name in unit)
+            else:
+                splits = tuple(self.layout.splits[name] for name in unit)
+            alike.setdefault(splits, []).append(unit)
+        return alike
 
     def _dtype(self, like: Tensor) -> torch.dtype:
         if self.config.orthogonal_dtype == "auto":

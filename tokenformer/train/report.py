@@ -116,6 +116,15 @@ class Report:
         self.log.close()
 
 
+class Silent:
+    """What every rank but the first reports."""
+
+    def say(self, text: str) -> None: ...
+    def row(self, kind: str, step: int, **values: Any) -> None: ...
+    def progress(self, step: int, values: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclasses.dataclass
 class Totals:
     """What the run has cost so far."""

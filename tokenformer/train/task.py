@@ -13,7 +13,12 @@ from tokenformer.config import Config, ModelConfig
 from tokenformer.data.loader import Batch, Loader
 from tokenformer.data.tokenizer import padded_vocab
 from tokenformer.errors import UserError
-from tokenformer.models import LanguageModel, init_weights
+from tokenformer.models import LanguageModel
+from tokenformer.models.init import initial
+from tokenformer.parallel.apply import Source, parallelize
+from tokenformer.parallel.layout import Layout
+from tokenformer.parallel.mesh import Place
+from tokenformer.train.wrap import wrap
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
@@ -21,8 +26,9 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 class LanguageTask:
     """Next-token prediction on prepared text. Making one opens and checks the data and writes nothing."""
 
-    def __init__(self, config: Config, rank: int, world: int) -> None:
-        c = self.config = config
+    def __init__(self, config: Config, place: Place, device: torch.device) -> None:
+        c, self.place, self.device = config, place, device
+        self.config, rank, world = config, place.data_rank, place.data_world
         assert c.batch is not None  # settled by the trainer
         wanted = c.validation.samples if c.validation.batches is None else c.validation.batches * c.batch
         times = c.steps // c.validation.every + 1 if c.validation.every else 1
@@ -42,17 +48,24 @@ class LanguageTask:
         self.micro_batches = self.loader.micro_batches  # of a step, on this rank
         self.tokens_per_step = c.batch * c.model.context
 
-    def build(self, config: ModelConfig, device: torch.device, fill: bool = True) -> LanguageModel:
-        """The model on a device; without `fill` its values are still to come (from a checkpoint)."""
+    def build(self, config: ModelConfig, source: Source | None) -> Layout:
+        """The model, laid over the ranks; without a source its values are still to come (from a checkpoint)."""
         with torch.device("meta"):
             model = LanguageModel(config)
-        model.to_empty(device=device)
         model.compute_dtype = COMPUTE[self.config.train.precision]
-        if fill:
-            init_weights(model, model.config, self.config.seed)
-            if self.config.start:
-                start_from(model, self.config.start)
-        return model
+        return parallelize(model, self.place, self.device, source, functools.partial(wrap, config=self.config.train))
+
+    def dress(self, model: LanguageModel) -> Layout:
+        """The same for a model that is there, in one process."""
+        for block in model.blocks:
+            wrap(block, self.config.train)
+        return Layout(model, self.place)
+
+    def first_values(self) -> Source:
+        """Of a new run: the initialisation, or other weights."""
+        config = self.config.model.resolved()
+        first = functools.partial(initial, config=config, seed=self.config.seed)
+        return started(config, self.config.start, first) if self.config.start else first
 
     def batches(self) -> Iterator[Batch]:
         """The micro-batches of this rank, one after the other, without end."""
@@ -60,9 +73,9 @@ class LanguageTask:
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum over the labels that count, and how many those are."""
-        device, documents = model.embedding.weight.device, batch.documents
-        ids, labels = (t.to(device, non_blocking=True) for t in (batch.ids, batch.labels))
-        documents = None if documents is None else documents.to(device, non_blocking=True)
+        documents = batch.documents
+        ids, labels = (t.to(self.device, non_blocking=True) for t in (batch.ids, batch.labels))
+        documents = None if documents is None else documents.to(self.device, non_blocking=True)
         out = model(ids, labels=labels, documents=documents)
         return out.loss_sum, out.count
 
@@ -71,38 +84,47 @@ class LanguageTask:
         """Mean loss over the same samples of the held-out part each time; None where there is no such part."""
         if not self.held_out.samples:
             return None
-        total, count = torch.zeros(2, device=model.embedding.weight.device)
+        total, count = torch.zeros(2, device=self.device)
         self.held_out.samples_seen = 0
         for batch in self.held_out:
             loss_sum, labels = self.loss(model, batch)
             total, count = total + loss_sum, count + labels
             if batch.last:
                 break
+        total, count = self.place.sum(torch.stack([total, count]))
         return (total / count).item()
 
     def sample(self, model: LanguageModel) -> str:
         """A short text, by the model's reference generation."""
-        v, device = self.config.validation, model.embedding.weight.device
-        ids = torch.tensor([self.tokenizer.encode(v.prompt) or [self.tokenizer.end_of_document]], device=device)
+        v = self.config.validation
+        ids = torch.tensor([self.tokenizer.encode(v.prompt) or [self.tokenizer.end_of_document]], device=self.device)
         with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
             return self.tokenizer.decode(model.generate(ids, v.generate, v.temperature, self.config.seed)[0].tolist())
 
 
-@torch.no_grad()
-def start_from(model: LanguageModel, source: str) -> None:
+def started(config: ModelConfig, start: str, first: Source) -> Source:
     """Values from other weights. Parameter tokens of a smaller model fill the first rows, the rest keeps its initial
 
     values and τ follows the new number: the official `pretrain_partial_init`, which does not keep the function.
     """
     from tokenformer import hub
 
-    mine = dict(model.named_parameters())
-    for name, tensor in hub.load(source).named_parameters():
+    with torch.device("meta"):
+        mine = dict(LanguageModel(config).named_parameters())
+    given = {name: tensor.detach() for name, tensor in hub.load(start).named_parameters()}
+    for name, tensor in given.items():
         own = mine.get(name)
         fits = own is not None and own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor)
         if own is None or not fits or (own.shape != tensor.shape and not name.endswith("_tokens")):
             raise UserError(
-                f"start: {name} of {source} is {list(tensor.shape)}, which does not fit into this model's "
+                f"start: {name} of {start} is {list(tensor.shape)}, which does not fit into this model's "
                 f"{'missing one' if own is None else list(own.shape)}: only the number of parameter tokens may differ"
             )
-        own[: len(tensor)].copy_(tensor)
+
+    def source(name: str, shape: tuple[int, ...]) -> Tensor:
+        values = first(name, shape)
+        if name in given:
+            values[: len(given[name])] = given[name]
+        return values
+
+    return source

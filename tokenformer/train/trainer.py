@@ -7,7 +7,6 @@ device; everything that must survive is in `parts`; all that can be refused is r
 import contextlib
 import dataclasses
 import math
-import os
 import signal
 import sys
 import threading
@@ -25,15 +24,15 @@ from tokenformer.errors import UserError
 from tokenformer.files import write_text
 from tokenformer.growth.schedule import Progress, chain, due
 from tokenformer.growth.schedule import rate as rate_factor
+from tokenformer.parallel.mesh import Place, check
 from tokenformer.train import checkpoint, growing, loggers
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.optim import Optimizer
-from tokenformer.train.report import Clock, Report, Totals, memory, peak_flops, profiler
+from tokenformer.train.report import Clock, Report, Silent, Totals, memory, peak_flops, profiler
 from tokenformer.train.run import changes, earlier, lock, settle
 from tokenformer.train.schedule import factor
 from tokenformer.train.task import LanguageTask
-from tokenformer.train.wrap import wrap
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what Slurm is asked to send before preemption
 
@@ -47,33 +46,35 @@ class Trainer:
     def __init__(self, config: Config, run: str | Path, *, resume: bool = False, command: list[str] | None = None):
         self.config, self.folder, self.resuming = config, Path(run), resume
         self.command = command or sys.argv
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.step = 0
-        self.stop: signal.Signals | None = None
+        self.asked = 0  # the signal that this process got
+        self.stop: signal.Signals | None = None  # the one that all ranks know of
 
     def run(self) -> signal.Signals | None:
         self.build()
-        with lock(self.folder), self.signals():
+        with lock(self.folder) if self.place.first else contextlib.nullcontext(), self.signals():
             self.resume()
             try:
                 self.loop()
                 self.close()
             finally:
                 self.report.close()
+        self.place.leave()
         return self.stop
 
     # build: all that can be refused, nothing written
 
     def build(self) -> None:
-        if self.world > 1:
-            raise UserError("training on several processes is not there yet: start one process")
+        self.place = Place(self.config.parallel)
         before = earlier(self.folder, self.resuming)
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
-        self.config = settle(self.config, self.world)
+        self.config = settle(self.config, self.place.data_world)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
-        self.found = None if before is None else checkpoint.newest(self.folder)
+        self.found = None if before is None else checkpoint.newest(self.folder, checksums=self.place.first)
         self.chain, self.grown = chain(self.config.model, self.config.growth), Progress()
+        for model in self.chain:
+            check(model, self.place.degrees, self.config.parallel)
         if self.found is not None:
             self.grown.load_state_dict(checkpoint.read_state(self.found)["growth"])
             done = len(self.grown.steps)
@@ -83,54 +84,57 @@ class Trainer:
                     "resume with the config that the run was made with"
                 )
         loggers.check(self.config)
-        self.device = pick_device(self.config.train.device)
+        self.device = self.place.device(pick_device(self.config.train.device))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            self.task = LanguageTask(self.config, self.rank, self.world)
+            self.task = LanguageTask(self.config, self.place, self.device)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
+        first = self.task.first_values() if self.found is None else None
+        self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
         torch.manual_seed(self.config.seed)
         done = len(self.grown.steps)
-        self.model = self.task.build(self.chain[done], self.device, fill=self.found is None)
-        self.cost = self.model.cost()
-        shares = growing.in_force(self.model, self.chain, self.config.growth, done)
-        self.optimizer = Optimizer(self.model.named_parameters(), self.config.optimizer, shares)
+        self.layout = self.task.build(self.chain[done], first)
+        self.model, self.cost = self.layout.model, self.layout.model.cost()
+        shares = growing.in_force(self.layout, self.chain, self.config.growth, done)
+        self.optimizer = Optimizer(self.layout.named.items(), self.config.optimizer, shares, self.layout)
         self.guard = Guard(self.config.train, self.device)
         self.spikes = Spikes(self.config.train.spike)
         self.totals = Totals()
         parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
         self.parts = {**parts, "growth": self.grown}
-        self.checkpoints = Checkpoints(self.folder, self.config.checkpoint)
+        self.checkpoints = Checkpoints(self.folder, self.config.checkpoint, self.place)
         self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
 
     # resume: from the newest complete checkpoint, or from the beginning
 
     def resume(self) -> None:
-        self.checkpoints.sweep()
+        if self.place.first:
+            self.checkpoints.sweep()
         if self.found is not None:
             state = checkpoint.read_state(self.found)
             self.step = state["step"]
-            checkpoint.read_model(self.found, dict(self.model.named_parameters()))
+            checkpoint.read_model(self.found, self.layout)
             self.model.history = checkpoint.read_history(self.found)
-            self.optimizer.load_state_by_name(checkpoint.read_optimizer(self.found))
+            self.optimizer.load_state_by_name(checkpoint.read_optimizer(self.found, self.layout))
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             checkpoint.restore_rng(state["rng"])
             self.checkpoints.saved = self.step
-        write_text(self.folder / "config.yml", native.to_yaml(self.config))
-        self.report = Report(self.folder, self.config, self.step, self.command)
+        if self.place.first:
+            write_text(self.folder / "config.yml", native.to_yaml(self.config))
+            self.report = Report(self.folder, self.config, self.step, self.command)
+        else:
+            self.report = Silent()
         self.announce()
-        wrap(self.model.blocks, self.config.train)
         self.batches = self.task.batches()
         self.clock = Clock()
 
     def announce(self) -> None:
         c, say = self.config, self.report.say
-        recipe = f"{c.optimizer.kind}, {c.train.precision}, {self.device}"
+        recipe = f"{c.optimizer.kind}, {c.train.precision}, {self.device.type}, {self.place.degrees}"
         say(f"{self.folder}: {c.model.kind} of {self.cost.parameters:,} parameters, {recipe}")
-        say(
-            f"batch {c.batch} = {c.micro_batch} × {self.task.micro_batches} accumulated × {self.world} ranks, "
-            f"{self.task.tokens_per_step:,} tokens a step, {c.steps} steps"
-        )
+        shares = f"{c.micro_batch} × {self.task.micro_batches} accumulated × {self.place.data_world} ranks"
+        say(f"batch {c.batch} = {shares}, {self.task.tokens_per_step:,} tokens a step, {c.steps} steps")
         if self.found is not None:
             say(f"going on from step {self.step} ({self.found})")
         for line in (*self.notes, *(f"changed since the last start: {change}" for change in self.changes)):
@@ -145,7 +149,7 @@ class Trainer:
         trace = None
         if self.step == 0 and 0 in c.checkpoint.also:
             self.save()
-        while self.step < c.steps and self.stop is None:
+        while self.step < c.steps and not self.stopping():
             while stage := due(c.growth, self.grown, self.step, self.task.tokens_per_step):
                 self.grow(stage)
             if self.step in window and trace is None:
@@ -157,7 +161,7 @@ class Trainer:
                 trace.stop()
                 trace = None
             save = self.checkpoints.due(self.step)
-            if self.step % c.log.every == 0 or save or self.step == c.steps or self.stop:
+            if self.step % c.log.every == 0 or save or self.step == c.steps:
                 self.log()
             if (c.validation.every and self.step % c.validation.every == 0) or self.step == c.steps:
                 self.validate()
@@ -166,6 +170,12 @@ class Trainer:
         if trace is not None:
             trace.stop()
 
+    def stopping(self) -> bool:
+        """Whether some rank was asked to stop: all of them do after the same step."""
+        number = self.place.agree(self.asked)
+        self.stop = signal.Signals(number) if number else None
+        return self.stop is not None
+
     def train_step(self) -> None:
         expected = self.task.tokens_per_step  # divides at once, so that fp16 gradients are those of a mean
         total = count = torch.zeros((), device=self.device)
@@ -173,10 +183,10 @@ class Trainer:
             loss_sum, labels = self.task.loss(self.model, next(self.batches))
             (loss_sum * (self.guard.scale / expected)).backward()
             total, count = total + loss_sum.detach(), count + labels
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        divisor, skip, norm = self.guard.check(gradients, total, count / expected)
+        total, count = self.place.sum(torch.stack([total, count]))
+        divisor, skip, norm = self.guard.check(self.layout.gradients(), total, count / expected, self.layout.norm)
         self.optimizer.step(self.rate(self.step), divisor, skip)
-        self.optimizer.zero_grad()
+        self.layout.clear()
         self.recent.append(torch.stack([total / count, norm, skip, self.guard.scale]))
         self.guard.update(skip)
 
@@ -191,10 +201,11 @@ class Trainer:
         with self.clock.aside():
             before, number = self.cost.parameters, len(self.grown.steps)
             losses = [self.task.validate(self.model)]
-            self.model, self.optimizer, said = growing.grow(self.model, self.optimizer, stage, number, self.config.seed)
+            self.layout, self.optimizer, said = growing.grow(
+                self.layout, self.optimizer, stage, number, self.config.seed, self.task
+            )
             self.grown.grew(self.step)
-            self.cost = self.model.cost()
-            wrap(self.model.blocks, self.config.train)
+            self.model, self.cost = self.layout.model, self.layout.model.cost()
             losses = [loss for loss in (*losses, self.task.validate(self.model)) if loss is not None]
         after, seen = f"{self.cost.parameters:,}", " → ".join(f"{loss:.5f}" for loss in losses)
         self.report.row("event", self.step, what="growth", to=after, losses=losses, how=self.model.history[-1])
@@ -267,10 +278,8 @@ class Trainer:
             state = {"format": 1, "step": self.step, "rng": checkpoint.rng_state()}
             state |= {name: part.state_dict() for name, part in self.parts.items()}
             beside = checkpoint.model_files(self.model.config, self.model.history, self.task.tokenizer.to_json())
-            tensors: dict[str, Tensor] = dict(self.model.named_parameters())
-            optimizer = self.optimizer.state_by_name()
             try:
-                self.checkpoints.save(self.step, tensors, optimizer, beside, state)
+                self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state)
             except CheckpointFailed as error:
                 self.failed(error)
             if wait:
@@ -313,7 +322,7 @@ class Trainer:
             return
 
         def ask(number: int, _frame: object) -> None:
-            self.stop = signal.Signals(number)
+            self.asked = number
             for each in SIGNALS:
                 signal.signal(each, before[each])
 

@@ -1,7 +1,6 @@
 """Activation checkpointing and torch.compile, block by block. Both wrap a block's call and rename no parameter."""
 
 import functools
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -26,13 +25,12 @@ def _policy(_context, op, *_args, **_kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def wrap(blocks: Iterable[nn.Module], config: TrainConfig) -> None:
-    """In this order: what backward computes again, then compilation of each block."""
-    for block in blocks:
-        if config.activation_checkpointing != "none":
-            again(block, selective=config.activation_checkpointing == "selective")
-        if config.compile != "none":
-            block.compile(backend=config.compile, dynamic=False)
+def wrap(block: nn.Module, config: TrainConfig) -> None:
+    """In this order: what backward computes again, then compilation."""
+    if config.activation_checkpointing != "none":
+        again(block, selective=config.activation_checkpointing == "selective")
+    if config.compile != "none":
+        block.compile(backend=config.compile, dynamic=False)
 
 
 def again(block: nn.Module, selective: bool) -> None:

@@ -1,0 +1,274 @@
+"""Which part of each parameter lies on which rank, and the ways between the parts and the whole.
+
+Unusual: the optimizer, the norm and the checkpoint see plain local tensors and a box, the part's place in the whole; no
+DTensor leaves this file. A part is cut twice: by the token degree along one dimension, then by FSDP along the first.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from tokenformer.models import LanguageModel
+from tokenformer.parallel.mesh import Place
+
+Box = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A whole parameter's shape, and where the token degree cuts it (`cuts`: each rank's first row, and the end)."""
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    cuts: tuple[int, ...] = ()
+
+    def local(self, token: int) -> tuple[int, ...]:
+        """The shape of a token rank's part."""
+        shape = list(self.shape)
+        if self.dim is not None:
+            shape[self.dim] = self.cuts[token + 1] - self.cuts[token]
+        return tuple(shape)
+
+    def box(self, token: int, shard: int, shards: int) -> Box:
+        """The part that a rank holds.
+
+        >>> Split((10, 4), 0, (0, 5, 10)).box(token=1, shard=0, shards=2)
+        (slice(5, 8, None), slice(0, 4, None))
+        """
+        begin, size = [0] * len(self.shape), list(self.local(token))
+        if self.dim is not None:
+            begin[self.dim] = self.cuts[token]
+        if size:
+            first, last = rows(size[0], shard, shards)
+            begin[0], size[0] = begin[0] + first, last - first
+        return tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))
+
+
+def rows(n: int, rank: int, ranks: int) -> tuple[int, int]:
+    """First and last row of a rank, cut as FSDP cuts: equal parts, the last ones shorter or empty.
+
+    >>> [rows(10, r, 4) for r in range(4)]
+    [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
+    size = -(-n // ranks)
+    return min(rank * size, n), min((rank + 1) * size, n)
+
+
+def volume(box: Box) -> int:
+    count = 1
+    for side in box:
+        count *= side.stop - side.start
+    return count
+
+
+class Part(Tensor):
+    """A local tensor as DCP sees it: one chunk of a whole, whose shape it shows. It computes nothing."""
+
+    tensor: Tensor
+    box: Box
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, shape: Sequence[int], box: Box) -> "Part":
+        part = Tensor._make_wrapper_subclass(cls, shape, dtype=tensor.dtype, device=tensor.device)
+        part.tensor, part.box = tensor, box
+        return part
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # pyrefly: ignore
+        raise TypeError(f"{func} of a part: it is only written and read")
+
+    def contiguous(self, *_args: Any, **_kwargs: Any) -> "Part":
+        return Part(self.tensor.contiguous(), self.shape, self.box)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Part":
+        return Part(self.tensor.to(*args, **kwargs), self.shape, self.box)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.tensor.numel():
+            return []
+        begin, sizes = [side.start for side in self.box], [side.stop - side.start for side in self.box]
+        return [ChunkStorageMetadata(offsets=torch.Size(begin), sizes=torch.Size(sizes))]
+
+    def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(self.tensor), self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
+        return self.tensor
+
+
+class Layout:
+    """A model and where its parameters lie. `named` are plain Parameters that share memory with the model's own."""
+
+    def __init__(self, model: LanguageModel, place: Place, splits: Mapping[str, Split] | None = None) -> None:
+        self.model, self.place = model, place
+        own = dict(model.named_parameters())
+        self.splits = dict(splits or {name: Split(tuple(p.shape)) for name, p in own.items()})
+        self.named = {name: _plain(p) for name, p in own.items()}
+        self.own = own
+        self.twice: set[str] = set()  # held by an earlier stage too
+
+    def gradients(self) -> list[Tensor]:
+        """Of the last backward passes, summed over ranks, as this rank's parts."""
+        for name, parameter in self.own.items():
+            plain = self.named[name]
+            if plain is not parameter:
+                gradient = parameter.grad
+                plain.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return [p.grad for p in self.named.values() if p.grad is not None]
+
+    def clear(self) -> None:
+        for parameter in self.own.values():
+            parameter.grad = None
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of the whole gradient."""
+        if self.place.alone:
+            return torch.nn.utils.get_total_norm(gradients)
+        once = [p.grad for name, p in self.named.items() if p.grad is not None and self._counts(name)]
+        device = self.place.mesh.device_type if self.place.mesh is not None else "cpu"
+        own = torch.nn.utils.get_total_norm(once) if once else torch.zeros(())
+        return self.place.sum(own.to(device).square(), "copy").sqrt()
+
+    def _counts(self, name: str) -> bool:
+        """A part that several ranks hold counts on the first of them."""
+        return name not in self.twice and (self.splits[name].dim is not None or self.place.token == 0)
+
+    def box_of(self, split: Split) -> Box:
+        return split.box(self.place.token, self.place.shard, self.place.degrees.shard)
+
+    def box(self, name: str) -> Box:
+        return self.box_of(self.splits[name])
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole parameter."""
+        return whole[self.box(name)] if whole.ndim else whole
+
+    def part(self, name: str, tensor: Tensor) -> Any:
+        """For DCP: the parameter's, or a tensor like it; a number stays what it is."""
+        if self.place.alone or not tensor.ndim:
+            return tensor.detach()
+        return Part(tensor.detach(), self.splits[name].shape, self.box(name))
+
+    def parts(self) -> dict[str, Any]:
+        return {name: self.part(name, parameter) for name, parameter in self.named.items()}
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """All parts of a parameter (or of a tensor like it) put together. Every rank must ask; it is given to all."""
+        if self.place.alone or not tensor.ndim:
+            return tensor.detach()
+        split, d, tensor = self.splits[name], self.place.degrees, tensor.detach()
+        local = split.local(self.place.token)
+        sizes = [last - first for first, last in (rows(local[0], r, d.shard) for r in range(d.shard))]
+        tensor = gather(tensor, sizes, 0, self.place.groups["shard"])
+        if split.dim is not None:
+            sizes = [last - first for first, last in zip(split.cuts, split.cuts[1:], strict=False)]
+            tensor = gather(tensor, sizes, split.dim, self.place.groups["token"])
+        return tensor
+
+    def whole_state(self, name: str, state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+        """All that an optimizer keeps for a parameter, put together. Every rank must ask."""
+        return {kind: self.whole(name, tensor) for kind, tensor in state.get(name, {}).items()}
+
+
+class Wholes(Mapping[str, Tensor]):
+    """Whole parameters, put together when they are asked for, by all ranks in the same order."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.layout.whole(name, self.layout.named[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.named)
+
+    def __len__(self) -> int:
+        return len(self.layout.named)
+
+
+def _plain(parameter: nn.Parameter) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    with torch.no_grad():
+        return nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
+
+
+def gather(tensor: Tensor, sizes: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Parts of these sizes along a dimension, from all ranks of a group, in order."""
+    if len(sizes) == 1:
+        return tensor
+    own = tensor.movedim(dim, 0)
+    padded = own.new_zeros(max(sizes), *own.shape[1:])
+    padded[: len(own)] = own
+    out = padded.new_empty(len(sizes), *padded.shape)
+    dist.all_gather_into_tensor(out.view(-1, *padded.shape[1:]), padded, group=group)
+    return torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)]).movedim(0, dim)
+
+
+Solve = Callable[[Tensor], Tensor]
+
+
+def spread(
+    parts: Iterable[Sequence[Tensor]], splits: Sequence[Split], place: Place, solve: Solve
+) -> list[list[Tensor]]:
+    """Each unit (local parts of matrices whose rows make one matrix) → what `solve` makes of the whole, as parts again.
+
+    Unit i is put together on rank i of the ranks that hold these blocks (round and round), solved there and given back:
+    two exchanges for all of them. Copies of the model take turns too. All units are cut alike.
+    """
+    units, d = [list(unit) for unit in parts], place.degrees
+    ranks = d.replicate * d.shard * d.token
+    own = place.data_rank * d.token + place.token
+
+    def boxes(rank: int) -> list[Box]:
+        return [split.box(rank % d.token, rank // d.token % d.shard, d.shard) for split in splits]
+
+    def copy(rank: int) -> int:
+        return rank // (d.shard * d.token)
+
+    volumes = [sum(volume(box) for box in boxes(rank)) for rank in range(ranks)]
+    owned = [range(rank, len(units), ranks) for rank in range(ranks)]
+    like = units[0][0]
+    # to the owners, from the copy that the owner belongs to
+    out = [
+        [part.reshape(-1) for u in owned[r] for part in units[u]] if copy(r) == copy(own) else [] for r in range(ranks)
+    ]
+    sizes = [volumes[r] * len(owned[own]) if copy(r) == copy(own) else 0 for r in range(ranks)]
+    came = _exchange(out, sizes, like, place.groups["stage"])
+    wholes = [[like.new_zeros(split.shape) for split in splits] for _ in owned[own]]
+    for rank, flat in enumerate(came):
+        if copy(rank) == copy(own):
+            pieces = iter(flat.split([volume(box) for _ in wholes for box in boxes(rank)]))
+            for whole in wholes:
+                for matrix, box in zip(whole, boxes(rank), strict=True):
+                    matrix[box] = next(pieces).view(matrix[box].shape)
+    solved = solve(torch.stack([torch.cat(whole) for whole in wholes])) if wholes else like.new_zeros(0)
+    solved = [matrix.to(like.dtype).split([split.shape[0] for split in splits]) for matrix in solved]
+    # and back, to every copy
+    out = [[m[box].reshape(-1) for u in solved for m, box in zip(u, boxes(r), strict=True)] for r in range(ranks)]
+    sizes = [volumes[own] * len(owned[r]) for r in range(ranks)]
+    came = [iter(flat.split([volume(b) for _ in owned[r] for b in boxes(own)])) for r, flat in
+            enumerate(_exchange(out, sizes, like, place.groups["stage"]))]  # fmt: skip
+    return [[next(came[u % ranks]).view(part.shape) for part in unit] for u, unit in enumerate(units)]
+
+
+def _exchange(out: list[list[Tensor]], sizes: list[int], like: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """What every rank had for this one, flat."""
+    flat = [torch.cat(parts) if parts else like.new_empty(0) for parts in out]
+    received = like.new_empty(sum(sizes))
+    dist.all_to_all_single(received, torch.cat(flat), sizes, [len(f) for f in flat], group=group)
+    return list(received.split(sizes))

@@ -1,0 +1,218 @@
+"""Which rank has which place: degrees from the config → a DeviceMesh, checked before any process group starts.
+
+Unusual: one process has a place too, with every degree 1 and no mesh, so that callers have no second path.
+"""
+
+import dataclasses
+import datetime
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tokenformer.config import ModelConfig, ParallelConfig
+from tokenformer.config_train import DEGREES
+from tokenformer.errors import UserError
+from tokenformer.strict import need
+
+
+@dataclasses.dataclass(frozen=True)
+class Degrees:
+    """How many ranks each way of splitting has."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    token: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.replicate * self.shard * self.token
+
+    def __str__(self) -> str:
+        named = [f"{name} {getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1]
+        return " × ".join(named) or "one process"
+
+
+def degrees(config: ParallelConfig, world: int) -> Degrees:
+    """The four numbers, what is left over filled in; refused where their product is not the world size.
+
+    >>> degrees(ParallelConfig(shard=-1, token=2), 8)
+    Degrees(pipeline=1, replicate=1, shard=4, token=2)
+    >>> degrees(ParallelConfig(shard=2), 8).replicate
+    4
+    """
+    wanted = {name: getattr(config, name) for name in DEGREES}
+    if wanted["replicate"] is None:
+        wanted["replicate"] = 1 if -1 in wanted.values() else -1
+    known = Degrees(**{name: max(degree, 1) for name, degree in wanted.items()})
+    for name, degree in wanted.items():
+        if degree == -1 and world % known.world == 0:
+            known = dataclasses.replace(known, **{name: world // known.world})
+    if known.world != world:
+        given = ", ".join(f"{name} {degree}" for name, degree in wanted.items())
+        wrong = f"which does not divide {world}" if -1 in wanted.values() else f"which makes {known.world}, not {world}"
+        raise UserError(
+            f"parallel asks for {given}, {wrong}, the number of processes that were started: "
+            "give other degrees, or start as many by torchrun --nproc-per-node"
+        )
+    return known
+
+
+def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
+    """Refuses a model that cannot be laid out like this."""
+    need(
+        d.pipeline <= model.layers,
+        f"parallel.pipeline is {d.pipeline}, but the model has {model.layers} blocks: give at most as many stages",
+    )
+    need(d.pipeline == 1, f"parallel.pipeline is {d.pipeline}, but stages are not there yet: use shard and token")
+    for name in ("heads", "kv_heads"):
+        heads = getattr(model, name) or model.heads
+        need(
+            heads % d.token == 0,
+            f"parallel.token is {d.token}, which does not divide model.{name} {heads}: give a divisor of it",
+        )
+    if d.token > 1 and model.kind == "tokenformer":
+        for layer in range(model.layers):
+            for which in ("qkv", "proj", "ffn"):
+                sizes = [n for n, _ in model.segments(which, layer)]
+                if config.segments == "per-rank":
+                    need(
+                        len(sizes) >= d.token,
+                        f"parallel.segments is per-rank, but {which} of layer {layer} has {len(sizes)} segments for "
+                        f"{d.token} ranks: split them, or give fewer ranks",
+                    )
+                else:
+                    need(
+                        min(sizes) >= d.token,
+                        f"parallel.token is {d.token}, but a segment of {which} in layer {layer} has {min(sizes)} "
+                        "parameter tokens: give at most as many ranks",
+                    )
+    need(
+        model.vocab >= d.token and model.mlp_dim >= d.token,
+        f"parallel.token is {d.token}, more than the vocabulary has rows: give fewer ranks",
+    )
+
+
+class Place:
+    """Where this process stands. Made from the environment that torchrun sets; `start` opens the process group."""
+
+    def __init__(self, config: ParallelConfig) -> None:
+        self.config = config
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.degrees = degrees(config, self.world)
+        d, rest = self.degrees, self.rank
+        rest, self.token = divmod(rest, d.token)
+        rest, self.shard = divmod(rest, d.shard)
+        self.pipeline, self.replicate = divmod(rest, d.replicate)
+        self.data_rank, self.data_world = self.replicate * d.shard + self.shard, d.replicate * d.shard
+        self.mesh: DeviceMesh | None = None
+        self.began = False
+        self.groups: dict[str, dist.ProcessGroup] = {}
+
+    @property
+    def alone(self) -> bool:
+        return self.world == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this one speaks and writes for all."""
+        return self.rank == 0
+
+    def device(self, kind: torch.device) -> torch.device:
+        """This rank's own of that kind."""
+        if self.alone or kind.type != "cuda":
+            return kind
+        local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        need(local < there, f"this node has {there} GPUs, but {local + 1} processes or more: start one a GPU")
+        return torch.device("cuda", local)
+
+    def start(self, device: torch.device) -> None:
+        """Opens the process group and lays the mesh over it."""
+        if self.alone:
+            return
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        wait = datetime.timedelta(seconds=self.config.timeout)
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=wait)
+            self.began = True
+        shape = tuple(getattr(self.degrees, name) for name in DEGREES)
+        self.mesh = mesh = init_device_mesh(device.type, shape, mesh_dim_names=DEGREES)
+        many = {"data": ("replicate", "shard"), "copy": ("pipeline", "shard", "token"), "stage": DEGREES[1:]}
+        for name in DEGREES:
+            self.groups[name] = mesh.get_group(name)
+        for name, parts in many.items():
+            self.groups[name] = mesh[parts]._flatten(name).get_group()
+        for name in ("files", "host"):  # for the thread that writes; for what hosts agree on, off the device
+            self.groups[name] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=wait))
+
+    def sum(self, tensor: torch.Tensor, over: str = "data") -> torch.Tensor:
+        """In place, over the ranks that saw other data (or another group)."""
+        if not self.alone:
+            dist.all_reduce(tensor, group=self.groups[over])
+        return tensor
+
+    def agree(self, number: int) -> int:
+        """The largest of all ranks' numbers, on every rank; the device is not asked."""
+        if self.alone:
+            return number
+        value = torch.tensor(number)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.groups["host"])
+        return int(value)
+
+    def meet(self, group: str = "host") -> None:
+        if not self.alone:
+            dist.barrier(group=self.groups[group])
+
+    def tell(self, do: Callable[[], str | None]) -> str | None:
+        """What the first rank got from `do`, on all of them; what the file system told it is raised on all of them."""
+        if self.alone:
+            return do()
+        told: list = [None, None]
+        if self.first:
+            try:
+                told[0] = do()
+            except OSError as error:
+                told[1] = (error.errno, error.strerror)
+        dist.broadcast_object_list(told, src=0, group=self.groups["files"])
+        if told[1] is not None:
+            raise OSError(*told[1])
+        return told[0]
+
+    def leave(self) -> None:
+        """After the last collective."""
+        if self.began:
+            self.meet()
+            dist.destroy_process_group()
+
+
+def together(run: Callable[[], signal.Signals | None]) -> int:
+    """The exit code of a run. A rank of many ends its process here and now: one that had a mesh over gloo may abort
+
+    while Python takes it down, though all went well. What went wrong is said by the rank it happened to.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        stop = run()
+        return 0 if stop is None else 128 + stop
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    code = 1
+    try:
+        stop = record(run)()
+        code = 0 if stop is None else 128 + stop
+    except UserError as error:
+        print(f"tokenformer: {error}", file=sys.stderr)
+        code = 2
+    except Exception:
+        print(f"rank {os.environ.get('RANK')} failed:\n{traceback.format_exc()}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

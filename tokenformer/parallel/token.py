@@ -1,0 +1,347 @@
+"""Token parallelism: every rank holds a slice of the parameter tokens, of the heads and of the vocabulary.
+
+Unusual: of Θ only one number a row and segment is reduced (none where a rank holds whole segments); q, k and v come out
+of one reduce-scatter that splits the heads. Modules change class, not name. Legend: T rows, D dim, R ranks, W words.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer.models import LanguageModel, Pattention
+from tokenformer.models.layers import MLP, Attention, Block, Linear, project
+from tokenformer.ops.cross_entropy import IGNORE, LOGITS, linear_cross_entropy
+from tokenformer.ops.pattention import Segments, normalise, statistic
+from tokenformer.parallel.layout import Split
+from tokenformer.parallel.mesh import Place
+
+OPS = torch.ops._c10d_functional  # collectives that torch.compile can see
+TILE = 64  # kernels work on this many parameter tokens at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """The ranks that share a layer's parameter tokens."""
+
+    group: Any  # its name
+    rank: int
+    ranks: int
+    whole: bool  # each rank holds whole segments
+
+
+# what a forward pass sends, and what its backward pass does
+
+
+def _sum(x: Tensor, group: Any) -> Tensor:
+    return OPS.wait_tensor(OPS.all_reduce(x.contiguous(), "sum", group))
+
+
+def _line(x: Tensor, group: Any, ranks: int) -> Tensor:
+    """(…) of each rank → (R, …) on all."""
+    return OPS.wait_tensor(OPS.all_gather_into_tensor(x.contiguous(), ranks, group)).view(ranks, *x.shape)
+
+
+def _all_channels(x: Tensor, group: Any, ranks: int) -> Tensor:
+    """(…, C) of each rank → (…, R·C) on all."""
+    return _line(x, group, ranks).movedim(0, -2).flatten(-2)
+
+
+def _own_channels(x: Tensor, group: Any, ranks: int) -> Tensor:
+    """(…, R·C) of each rank → the sum of this rank's (…, C)."""
+    by_rank = x.unflatten(-1, (ranks, -1)).movedim(-2, 0).contiguous()
+    return OPS.wait_tensor(OPS.reduce_scatter_tensor(by_rank, "sum", ranks, group)).view(by_rank.shape[1:])
+
+
+class Copy(torch.autograd.Function):
+    """The same on all ranks, used by each for its own part: gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _sum(gradients[0], ctx.group), None
+
+
+class Sum(torch.autograd.Function):
+    """Each rank's part → the sum, the same on all ranks: so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class Total(torch.autograd.Function):
+    """Each rank's statistic → that of all, which each uses for its own part: gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _sum(own, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _sum(gradients[0], ctx.group), None
+
+
+class LogTotal(torch.autograd.Function):
+    """The same for logarithms of sums of exponentials."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any, ranks: int) -> Tensor:
+        ctx.group = group
+        total = _line(own, group, ranks).logsumexp(0)
+        ctx.save_for_backward((own - total).exp())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (share,) = ctx.saved_tensors
+        return _sum(gradients[0], ctx.group) * share, None, None
+
+
+class Scatter(torch.autograd.Function):
+    """Each rank's part of all channels → the sum, of this rank's channels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return _own_channels(x, group, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _all_channels(gradients[0], ctx.group, ctx.ranks), None, None
+
+
+class Gather(torch.autograd.Function):
+    """Each rank's channels → all of them, used by each rank for its own part: gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return _all_channels(x, group, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _own_channels(gradients[0], ctx.group, ctx.ranks), None, None
+
+
+class Line(torch.autograd.Function):
+    """Each rank's tensor → (R, …) of all, from which every rank computes the same: a gradient is the own one's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, ranks: int, rank: int) -> Tensor:
+        ctx.rank = rank
+        return _line(x, group, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0][ctx.rank], None, None, None
+
+
+def partial_group(x_TD: Tensor, members: Sequence[Segments], theta: str, team: Team) -> list[Tensor]:
+    """`pattention_group` with a slice of each segment: what this rank's tokens add to each output."""
+    keys = [key_ND for segments in members for key_ND, _, _ in segments]
+    scores = (x_TD @ torch.cat(keys).T).split([len(key_ND) for key_ND in keys], dim=-1)
+    totals: Sequence[Tensor | None] = [None] * len(scores)
+    if not team.whole:  # of all members and segments at once
+        own = torch.cat([statistic(score_TN, theta) for score_TN in scores], dim=-1)
+        every = LogTotal.apply(own, team.group, team.ranks) if theta == "softmax" else Total.apply(own, team.group)
+        totals = cast(Tensor, every).split(1, dim=-1)
+    pairs, outputs = iter(zip(scores, totals, strict=True)), []
+    for segments in members:
+        parts = []
+        for _, value_NE, tau in segments:
+            score_TN, total_T1 = next(pairs)
+            parts.append(normalise(score_TN, theta, tau, total_T1=total_T1).to(value_NE.dtype) @ value_NE)
+        outputs.append(sum(parts[1:], parts[0]))
+    return outputs
+
+
+class TokenPattention(Pattention):
+    team: Team
+    of_heads: bool  # the input is split by heads
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None, "masks are for inference, in one process"
+        team = self.team
+        whole = Gather.apply(x, team.group, team.ranks) if self.of_heads else Copy.apply(x, team.group)
+        (own,) = partial_group(cast(Tensor, whole), [self.parts(x.dtype)], self.theta, team)
+        return cast(Tensor, Sum.apply(own, team.group))
+
+
+class TokenLinear(Linear):
+    """Columns that belong to the channels that this rank has: the outputs are summed."""
+
+    team: Team
+
+    def forward(self, input: Tensor) -> Tensor:
+        return cast(Tensor, Sum.apply(super().forward(input), self.team.group))
+
+
+class TokenAttention(Attention):
+    """q, k and v of this rank's heads."""
+
+    team: Team
+
+    def qkv(self, x: Tensor) -> Sequence[Tensor]:
+        layers, team = [self.query, self.key, self.value], self.team
+        x = cast(Tensor, Copy.apply(x, team.group))
+        tokens = [layer for layer in layers if isinstance(layer, Pattention)]
+        if not tokens:
+            return project(x, layers)
+        outputs = partial_group(x, [layer.parts(x.dtype) for layer in tokens], tokens[0].theta, team)
+        by_rank = [output.unflatten(-1, (team.ranks, -1)) for output in outputs]
+        mine = cast(Tensor, Scatter.apply(torch.cat(by_rank, dim=-1).flatten(-2), team.group, team.ranks))
+        return mine.split([part.shape[-1] for part in by_rank], dim=-1)
+
+
+class TokenMLP(MLP):
+    team: Team
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(cast(Tensor, Copy.apply(x, self.team.group)))
+
+
+class TokenEmbedding(nn.Embedding):
+    team: Team
+    first: int  # id of the first row
+
+    def forward(self, input: Tensor) -> Tensor:
+        row = input - self.first
+        here = (row >= 0) & (row < len(self.weight))
+        found = F.embedding(row.clamp(0, len(self.weight) - 1), self.weight)
+        return cast(Tensor, Sum.apply(found * here[..., None], self.team.group))
+
+
+class TokenLanguageModel(LanguageModel):
+    team: Team
+    cuts: tuple[int, ...]  # of the vocabulary
+
+    def logits(self, hidden_BTD: Tensor, weight_WD: Tensor) -> Tensor:
+        """All of them on every rank; without gradients."""
+        sizes = [last - first for first, last in zip(self.cuts, self.cuts[1:], strict=False)]
+        own = F.pad(hidden_BTD @ weight_WD.T, (0, max(sizes) - len(weight_WD)))
+        every = _line(own, self.team.group, self.team.ranks)
+        return torch.cat([part[..., :n] for part, n in zip(every, sizes, strict=True)], dim=-1)
+
+    def loss(self, hidden_BTD: Tensor, weight_WD: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_BTD = cast(Tensor, Copy.apply(hidden_BTD, self.team.group))
+        one = functools.partial(split_cross_entropy, first=self.cuts[self.team.rank], team=self.team)
+        chunk = max(1, LOGITS * self.team.ranks // self.cuts[-1])  # the same on all ranks
+        return linear_cross_entropy(hidden_BTD, weight_WD, labels, chunk, one)
+
+
+def split_cross_entropy(hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor, first: int, team: Team) -> Tensor:
+    """Σ −log p(label), from logits of a slice of the vocabulary that begins at id `first`: one exchange."""
+    logits_TW = hidden_TD @ weight_WD.T
+    logits_TW = logits_TW.to(torch.promote_types(logits_TW.dtype, torch.float32))
+    row_T = labels_T - first
+    here_T = (row_T >= 0) & (row_T < len(weight_WD))
+    label_T = logits_TW.gather(-1, row_T.clamp(0, len(weight_WD) - 1)[:, None])[:, 0] * here_T
+    own = torch.stack([logits_TW.logsumexp(-1), label_T])
+    every_R2T = cast(Tensor, Line.apply(own, team.group, team.ranks, team.rank))
+    loss_T = every_R2T[:, 0].logsumexp(0) - every_R2T[:, 1].sum(0)
+    return loss_T.masked_fill(labels_T == IGNORE, 0).sum()
+
+
+# which rank holds what
+
+
+def even(n: int, ranks: int) -> tuple[int, ...]:
+    """
+    >>> even(10, 4)
+    (0, 2, 5, 7, 10)
+    """
+    return tuple(rank * n // ranks for rank in range(ranks + 1))
+
+
+def tiled(n: int, ranks: int) -> tuple[int, ...]:
+    """Cuts between tiles where every rank gets one: ranks differ by at most one tile.
+
+    >>> tiled(2140, 8)
+    (0, 256, 512, 768, 1088, 1344, 1600, 1856, 2140)
+    """
+    if n < TILE * ranks:
+        return even(n, ranks)
+    return tuple(min(TILE * tile, n) for tile in even(-(-n // TILE), ranks))
+
+
+def owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each segment that stays whole: the largest ones first, to whoever has least.
+
+    >>> owners([64, 16, 16, 32], 2)
+    [0, 1, 1, 1]
+    """
+    load, found = [0] * ranks, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        found[i] = load.index(min(load))
+        load[found[i]] += sizes[i]
+    return found
+
+
+def split_tokens(model: LanguageModel, place: Place) -> dict[str, Split]:
+    """Cuts a model on the meta device in place, and says how."""
+    c, ranks = model.config, place.degrees.token
+    whole = place.config.segments == "per-rank" and c.kind == "tokenformer"
+    team = Team(place.groups["token"].group_name, place.token, ranks, whole)
+    splits = {name: Split(tuple(p.shape)) for name, p in model.named_parameters()}
+
+    def cut(name: str, dim: int, cuts: tuple[int, ...]) -> None:
+        splits[name] = Split(splits[name].shape, dim, cuts)
+
+    def into(module: nn.Module, kind: type, **more: Any) -> None:
+        module.__class__ = kind
+        for name, value in {"team": team, **more}.items():
+            setattr(module, name, value)
+
+    def tokens(name: str, layer: Pattention) -> None:
+        sizes = [len(segment.key_tokens) for segment in layer.segments]
+        for i, (n, owner) in enumerate(zip(sizes, owners(sizes, ranks), strict=True)):
+            cuts = (0,) * (owner + 1) + (n,) * (ranks - owner) if whole else tiled(n, ranks)
+            for which in ("key_tokens", "value_tokens"):
+                cut(f"{name}.segments.{i}.{which}", 0, cuts)
+
+    for number, block in enumerate(cast(Sequence[Block], model.blocks)):
+        at = f"blocks.{number}"
+        into(block.attention, TokenAttention)
+        for name in ("query", "key", "value", "proj"):
+            layer, full = getattr(block.attention, name), f"{at}.attention.{name}"
+            if isinstance(layer, Pattention):
+                tokens(full, layer)
+                into(layer, TokenPattention, of_heads=True)
+            else:
+                outward = name == "proj"
+                cut(f"{full}.weight", int(outward), even(layer.weight.shape[int(outward)], ranks))
+                into(layer, TokenLinear if outward else Linear)
+        if isinstance(block.ffn, Pattention):
+            tokens(f"{at}.ffn", block.ffn)
+            into(block.ffn, TokenPattention, of_heads=False)
+        else:
+            for name in ("gate", "up", "down"):
+                if getattr(block.ffn, name) is not None:
+                    cut(f"{at}.ffn.{name}.weight", int(name == "down"), even(c.mlp_dim, ranks))
+            into(cast(MLP, block.ffn).down, TokenLinear)
+            into(block.ffn, TokenMLP)
+    vocabulary = even(c.vocab, ranks)
+    cut("embedding.weight", 0, vocabulary)
+    into(model.embedding, TokenEmbedding, first=vocabulary[place.token])
+    if model.head is not None:
+        cut("head.weight", 0, vocabulary)
+    into(model, TokenLanguageModel, cuts=vocabulary)
+    for name, split in splits.items():
+        owner, _, own = name.rpartition(".")
+        local = torch.empty(split.local(place.token), device="meta")
+        setattr(model.get_submodule(owner), own, nn.Parameter(local))
+    return splits
