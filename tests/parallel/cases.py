@@ -1,0 +1,75 @@
+"""All runs that these tests compare, by name: on how many ranks, laid out how, from where they go on."""
+
+from typing import NamedTuple
+
+SHORT = [
+    "steps=10", "log.every=1", "batch=8", "micro_batch=1", "validation.every=5", "optimizer.rate=1e-2",
+    "checkpoint.every=5", "checkpoint.keep=0", "model.heads=4", "model.rotary_fraction=0.5",
+]  # fmt: skip
+ODD = ["model.qkv_tokens=11", "model.proj_tokens=[7,9]", "model.ffn_tokens=[13,9,10]"]  # nothing divides
+THREE = ["model.qkv_tokens=[5,6,4]", "model.proj_tokens=[7,9,4]", "model.ffn_tokens=[13,9,10]"]
+PLAIN = ["model.qkv_tokens=null", "model.proj_tokens=null", "model.ffn_tokens=null", "model.ffn_dim=37"]
+GROW = [
+    "growth=[{at: {step: 3}, ffn_tokens: 45, layers: 3, old_tokens: 0.5}, "
+    "{at: {step: 7}, qkv_tokens: 20, new_tokens: zero_key, noise: 0.01}]"
+]
+MIXED = ["train.precision=bf16", "train.activation_checkpointing=full", "train.compile=aot_eager", "batch=8"]
+MUON, ADAMW = ["optimizer.kind=muon"], ["optimizer.kind=adamw"]
+
+
+class Run(NamedTuple):
+    settings: tuple[str, ...]
+    mesh: tuple[str, ...] = ()
+    dtype: str = "float64"
+    since: str | None = None  # goes on from step 5 of this run
+
+    @property
+    def world(self) -> int:
+        world = 1
+        for setting in self.mesh:
+            name, value = setting.split("=")
+            world *= int(value) if name.removeprefix("parallel.") in ("replicate", "shard", "token", "pipeline") else 1
+        return world
+
+
+def mesh(**degrees: int | str) -> tuple[str, ...]:
+    return tuple(f"parallel.{name}={value}" for name, value in degrees.items())
+
+
+def run(*settings: list[str], on: tuple[str, ...], dtype: str = "float64", since: str | None = None) -> Run:
+    return Run(tuple(s for group in (SHORT, *settings) for s in group), on, dtype, since)
+
+
+EQUAL = {  # every mesh, under both optimizers
+    "replicate2": mesh(replicate=2),
+    "shard2": mesh(shard=2),
+    "token2": mesh(token=2),
+    "shard4": mesh(shard=4),
+    "hybrid": mesh(replicate=2, shard=2),
+    "token4": mesh(token=4),
+    "shard2-token2": mesh(shard=2, token=2),
+}
+TWO, FOUR, BOTH = mesh(token=2), mesh(token=4), mesh(shard=2, token=2)
+RUNS: dict[str, Run] = {
+    **{f"{name}-{o[0][15:]}": run(ODD, o, on=on) for name, on in EQUAL.items() for o in (ADAMW, MUON)},
+    **{f"theta-{t}": run(ODD, [f"model.theta={t}"], on=TWO) for t in ("gelu_l2_norm", "softmax", "l1_norm_gelu")},
+    "whole-token2": run(THREE, MUON, on=mesh(token=2, segments="per-rank")),
+    "whole-softmax": run(THREE, ["model.theta=softmax"], on=mesh(token=2, segments="per-rank")),
+    "whole-shard2-token2": run(THREE, MUON, on=mesh(shard=2, token=2, segments="per-rank")),
+    "joint": run(ODD, MUON, ["optimizer.segments=joint"], on=BOTH),
+    "transformer-token2": run(PLAIN, ["model.kind=transformer"], on=TWO),
+    "llama-both": run(PLAIN, ["model.kind=llama", "model.kv_heads=2", "model.tied=false"], on=BOTH),
+    "zero2": run(ODD, ["parallel.reshard_after_forward=false"], on=mesh(shard=2)),
+    "offload": run(ODD, ["parallel.offload=true"], on=mesh(shard=2)),
+    "background": run(ODD, ["checkpoint.background=true"], on=mesh(shard=2)),
+    "fp32-shard2": run(ODD, ADAMW, on=mesh(shard=2), dtype="float32"),
+    "fp32-token2": run(ODD, ADAMW, on=TWO, dtype="float32"),
+    "grow-shard2": run(ODD, GROW, on=mesh(shard=2)),
+    "grow-token2": run(ODD, GROW, ADAMW, on=TWO),
+    "grow-both": run(ODD, GROW, MUON, on=BOTH),
+    "mixed": run(ODD, MIXED, ["micro_batch=2"], on=BOTH, dtype="float32"),
+    "resume-shard2-shard4": run(ODD, MUON, on=mesh(shard=4), since="shard2-muon"),
+    "resume-shard2-both": run(ODD, MUON, on=BOTH, since="shard2-muon"),
+    "resume-token2-hybrid": run(ODD, ADAMW, on=mesh(replicate=2, shard=2), since="token2-adamw"),
+    "resume-grown-shard2-both": run(ODD, GROW, on=BOTH, since="grow-shard2"),
+}

@@ -1,0 +1,95 @@
+"""Degrees and places, and what is refused before anything starts: one sentence, exit code 2, on every rank."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tokenformer.config import ModelConfig, ParallelConfig
+from tokenformer.errors import UserError
+from tokenformer.parallel.layout import Split
+from tokenformer.parallel.mesh import Place, check, degrees
+from tokenformer.parallel.token import owners, tiled
+
+MODEL = ModelConfig(layers=2, dim=32, heads=4, qkv_tokens=8, proj_tokens=8, ffn_tokens=[8, 3], vocab=128)
+
+
+@pytest.mark.parametrize(
+    "config, world, message",
+    [
+        ({"shard": 3}, 8, "shard 3, token 1, which does not divide 8"),
+        ({"replicate": 2, "shard": 2}, 8, "which makes 4, not 8, the number of processes that were started"),
+        ({"shard": 2}, 1, "which does not divide 1"),
+        ({"shard": -1, "token": -1}, 8, "only one of them can be what is left"),
+        ({"token": 0}, 8, "parallel.token is 0: give a number above 0"),
+    ],
+)
+def test_degrees_that_do_not_make_the_world_are_refused(config, world, message):
+    with pytest.raises(UserError, match=message):
+        degrees(ParallelConfig(**config), world)
+
+
+@pytest.mark.parametrize(
+    "config, world, message",
+    [
+        ({"token": 8}, 8, "parallel.token is 8, which does not divide model.heads 4"),
+        ({"token": 4}, 4, "a segment of ffn in layer 0 has 3 parameter tokens: give at most as many ranks"),
+        ({"token": 2, "segments": "per-rank"}, 2, "qkv of layer 0 has 1 segments for 2 ranks"),
+        ({"pipeline": 4}, 4, "parallel.pipeline is 4, but the model has 2 blocks"),
+    ],
+)
+def test_a_model_that_cannot_be_laid_out_is_refused(config, world, message):
+    parallel = ParallelConfig(**config)
+    with pytest.raises(UserError, match=message):
+        check(MODEL, degrees(parallel, world), parallel)
+
+
+def test_places_are_laid_out_with_the_token_ranks_beside_each_other(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    seen = set()
+    for rank in range(16):
+        monkeypatch.setenv("RANK", str(rank))
+        place = Place(ParallelConfig(pipeline=2, replicate=2, shard=2, token=2))
+        seen.add((place.pipeline, place.data_rank, place.token))
+        assert rank == (place.pipeline * place.data_world + place.data_rank) * 2 + place.token
+    assert len(seen) == 16
+
+
+@pytest.mark.parametrize("n, ranks", [(2140, 8), (4850, 8), (8620, 8), (34480, 8), (11, 4), (9, 8)])
+def test_slices_differ_by_at_most_a_tile_and_miss_nothing(n, ranks):
+    cuts = tiled(n, ranks)
+    sizes = [last - first for first, last in itertools.pairwise(cuts)]
+    assert sum(sizes) == n and min(sizes) > 0 and max(sizes) - min(sizes) <= (64 + 63 if n >= 512 else 1)
+    split = Split((n, 5), 0, cuts)
+    rows = [split.box(token, shard, 3)[0] for token in range(ranks) for shard in range(3)]
+    assert [row for part in rows for row in range(part.start, part.stop)] == list(range(n))
+
+
+def test_whole_segments_are_shared_out_by_size():
+    sizes = [64, 16, 16, 32, 8]
+    load = [sum(n for n, owner in zip(sizes, owners(sizes, 2), strict=True) if owner == rank) for rank in (0, 1)]
+    assert max(load) == 72 and min(load) == 64
+
+
+@pytest.mark.multi
+def test_a_wrong_mesh_is_one_sentence_from_every_rank_before_anything_starts(ran, tmp_path):
+    for rank in range(2):
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "tokenformer",
+            "train",
+            str(ran.file),
+            "parallel.pipeline=-1",
+            "model.layers=1",
+        ]
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path / "run")], env=environment, capture_output=True, text=True
+        )
+        said = "tokenformer: parallel.pipeline is 2, but the model has 1 blocks: give at most as many stages\n"
+        assert (done.returncode, done.stderr, done.stdout) == (2, said, "")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,60 @@
+"""The plan command: estimates that follow from the formulas, and a recommendation that fits."""
+
+import dataclasses
+
+import pytest
+
+from tokenformer.cli.main import main
+from tokenformer.config import load
+from tokenformer.parallel.mesh import Degrees
+from tokenformer.parallel.plan import choose, estimate
+
+
+def config(*settings: str):
+    return load("lm/1.5b", overrides=["batch=512", "micro_batch=4", *settings])
+
+
+def test_sharding_divides_what_is_held_and_tokens_divide_the_activations():
+    one, shard, token = (estimate(config(), d).memory for d in (Degrees(), Degrees(shard=8), Degrees(token=8)))
+    for part in ("parameters", "gradients", "optimizer"):
+        assert one[part] == pytest.approx(8 * shard[part], rel=1e-6) == pytest.approx(8 * token[part], rel=1e-3)
+    assert one["activations"] == shard["activations"] > 4 * token["activations"]
+
+
+def test_parameters_and_state_of_one_gpu_are_those_of_the_model():
+    found = estimate(config("optimizer.kind=adamw"), Degrees()).memory
+    assert found["parameters"] == 4 * 1_587_219_456
+    assert found["optimizer"] == 8 * 1_587_219_456
+
+
+def test_a_recommendation_fits_and_none_that_fits_sends_less():
+    every, best = choose(config(), 64, 80e9)
+    assert best is not None and best.total <= 72e9
+    assert best.traffic == min(e.traffic for e in every if e.total <= 72e9)
+    assert len({dataclasses.astuple(e.degrees) for e in every}) == len(every) > 10
+    assert all(e.degrees.world == 64 for e in every)
+
+
+def test_thousands_of_gpus_are_planned_at_once():
+    every, best = choose(load("lm/1.5b", overrides=["batch=8192", "micro_batch=1"]), 4096, 80e9)
+    assert best is not None and best.degrees.world == 4096 and len(every) > 20
+
+
+def test_the_command_prints_and_recommends(capsys):
+    command = ["plan", "lm/1.5b", "batch=512", "micro_batch=4", "--gpus", "64", "--memory", "80GB"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "recommended: parallel.replicate=" in out and "64 GPUs of 80GB, batch 512" in out
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (["plan", "lm/150m", "batch=64", "--gpus", "0"], "--gpus is 0"),
+        (["plan", "lm/150m", "batch=64", "--gpus", "8", "--memory", "much"], "--memory is 'much'"),
+        (["plan", "lm/150m", "batch=3", "micro_batch=3", "--gpus", "2048"], "no layout of 2048 GPUs divides"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(command, message, capsys):
+    assert main(command) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""The Slurm script: valid bash that says what was asked, refused before it is written where it cannot run."""
+
+import subprocess
+
+import pytest
+
+from tokenformer.cli.main import main
+
+WHERE = ["--nodes", "2", "--gpus-per-node", "4"]
+
+
+def test_the_script_is_bash_and_says_what_was_asked(tmp_path, capsys):
+    run = tmp_path / "runs" / "a b"
+    options = ["--out", str(run), "--time", "1:00:00", "--partition", "big"]
+    assert main(["slurm", "lm/150m", "batch=64", "parallel.shard=8", *WHERE, *options]) == 0
+    path = tmp_path / "runs" / "a b.sbatch"
+    assert f"submit it with: sbatch {path}" in capsys.readouterr().out
+    text = path.read_text()
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    for line in ("--nodes=2", "--gpus-per-node=4", "--time=1:00:00", "--partition=big", "--requeue"):
+        assert f"#SBATCH {line}\n" in text
+    assert "--nnodes=2 --nproc-per-node=4" in text and f"'{run}' --resume &" in text
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [(["parallel.shard=3"], "which does not divide 8"), (["parallel.token=8"], "does not divide model.heads 12")],
+)
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, capsys, settings, message):
+    assert main(["slurm", "lm/150m", "batch=64", *settings, *WHERE, "--out", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_slurm_submitting_is_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["slurm", "lm/150m", "batch=64", *WHERE, "--out", str(tmp_path / "run"), "--submit"]) == 2
+    assert "there is no sbatch here" in capsys.readouterr().err

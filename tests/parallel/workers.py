@@ -1,0 +1,59 @@
+"""What a worker of these tests runs: a list of cases, one after the other, in one process group. No test in here."""
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tests.parallel import counting
+from tokenformer.config import load
+from tokenformer.train.trainer import Trainer
+
+
+@contextlib.contextmanager
+def default_dtype(name: str) -> Iterator[None]:
+    """A trainer's parameters are of the default type: float64 tells a wrong term from rounding."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def train(run: str, file: str, settings: list[str], dtype: str, resume: bool = False) -> None:
+    """A whole run of the trainer."""
+    with default_dtype(dtype):
+        Trainer(load(file, overrides=settings), run, resume=resume).run()
+
+
+CASES = {"train": train, "count": counting.count}
+
+
+def worker(rank: int, world: int, port: int, cases: list[dict], out: str) -> None:
+    """Rank `rank`'s part of every case; what went wrong is left in a file."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    log = open(Path(out) / f"rank-{rank}.log", "w")  # noqa: SIM115 (open as long as the process)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    code = 0
+    try:
+        torch.distributed.init_process_group("gloo")
+        for one in cases:
+            arguments = dict(one)
+            print(f"--- {json.dumps(one)}", flush=True)
+            CASES[arguments.pop("case")](**arguments)
+        torch.distributed.barrier()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,57 @@
+"""Write a Slurm script that trains on many nodes, and submit it if asked.
+
+example: tokenformer slurm lm/1.5b data.path=prepared/pile batch=512 parallel.shard=64 \\
+           --nodes 8 --gpus-per-node 8 --out runs/pile --time 48:00:00 --submit
+
+The job saves when Slurm signals the end of its time or a preemption, puts itself back into the queue and goes on.
+"""
+
+import argparse
+import subprocess
+from pathlib import Path
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
+    parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
+    parser.add_argument("--nodes", type=int, required=True, help="how many")
+    parser.add_argument("--gpus-per-node", type=int, required=True, help="GPUs of a node; 0: train on its CPU")
+    parser.add_argument(
+        "--out", metavar="RUN", required=True, help="run folder; the script and its log stand beside it"
+    )
+    parser.add_argument("--time", default="24:00:00", help="longest time of one piece (default: 24:00:00)")
+    parser.add_argument("--partition", help="of the cluster")
+    parser.add_argument("--account", help="who pays")
+    parser.add_argument("--cpus-per-gpu", type=int, help="cores for each process")
+    parser.add_argument("--submit", action="store_true", help="hand it to sbatch")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tokenformer.errors import UserError
+    from tokenformer.files import write_text
+    from tokenformer.hub.official_config import load_config
+    from tokenformer.parallel.mesh import check, degrees
+    from tokenformer.parallel.slurm import Job, script
+
+    files = [args.config, *(s for s in args.settings if "=" not in s)]
+    config = load_config(*files, overrides=[s for s in args.settings if "=" in s], training=True)
+    job = Job(args.nodes, args.gpus_per_node, args.time, args.partition, args.account, cpus_per_gpu=args.cpus_per_gpu)
+    text = script(job, args.out, [args.config, *args.settings])
+    laid = degrees(config.parallel, args.nodes * max(1, args.gpus_per_node))
+    check(config.model, laid, config.parallel)
+    path = Path(f"{args.out}.sbatch")
+    write_text(path, text)
+    print(f"{path}: {args.nodes} nodes × {max(1, args.gpus_per_node)} processes, {laid}")
+    if not args.submit:
+        print(f"submit it with: sbatch {path}")
+        return 0
+    try:
+        done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(
+            "there is no sbatch here: submit from a machine of the cluster, or leave --submit out"
+        ) from None
+    if done.returncode:
+        raise UserError(f"sbatch refused {path}: {done.stderr.strip()}")
+    print(done.stdout.strip())
+    return 0

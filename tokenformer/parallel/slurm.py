@@ -1,0 +1,96 @@
+"""A Slurm job as one readable script: rendezvous on the first node, one torchrun agent a node, signals and requeue.
+
+Unusual: Slurm signals before it takes the nodes away; every rank saves and leaves, and the script puts itself back into
+the queue. `--resume` is always given: it begins where there is nothing to go on from.
+"""
+
+import dataclasses
+import shlex
+
+from tokenformer.strict import need
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is asked of Slurm."""
+
+    nodes: int
+    gpus_per_node: int
+    time: str = "24:00:00"
+    partition: str | None = None
+    account: str | None = None
+    name: str = "tokenformer"
+    cpus_per_gpu: int | None = None
+    processes: int | None = None  # a node; default: one a GPU
+    signal_before: int = 120  # seconds before the end of the time that the job hears of it
+    restarts: int = 3
+
+
+def script(job: Job, run: str, arguments: list[str]) -> str:
+    """The sbatch script of `tokenformer train` with these arguments.
+
+    >>> print(script(Job(nodes=2, gpus_per_node=8), "runs/a", ["lm/150m"]).splitlines()[0])
+    #!/bin/bash
+    """
+    need(job.nodes > 0, f"--nodes is {job.nodes}: give a number above 0")
+    need(job.gpus_per_node >= 0, f"--gpus-per-node is {job.gpus_per_node}: give 0 (CPU) or more")
+    processes = job.processes or max(1, job.gpus_per_node)
+    asked = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus_per_node or None,
+        "cpus-per-task": job.cpus_per_gpu and job.cpus_per_gpu * processes,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "output": f"{run}-%j.out",
+        "open-mode": "append",
+        "signal": f"B:USR1@{job.signal_before}",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None]
+    train = shlex.join(["train", *arguments, "--out", run, "--resume"])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "# Written by `tokenformer slurm`. Submit it from where you would train: sbatch FILE",
+            *lines,
+            "#SBATCH --requeue",
+            "set -u",
+            "",
+            "# All nodes meet at the first one, on a port that belongs to this job.",
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "port=$((20000 + SLURM_JOB_ID % 20000))",
+            "",
+            "# Without this a restart after a dead worker fails half of the time.",
+            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+            "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
+            "",
+            "# USR1 comes before the time is over, TERM before preemption: the ranks save and leave, and the job goes",
+            "# back into the queue to go on from there.",
+            "export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1  # torchrun hands it on",
+            "asked=0",
+            'again() { asked=1; scancel --signal=USR1 "$SLURM_JOB_ID.0" 2>/dev/null; }',
+            "trap again USR1 TERM",
+            "",
+            f"srun --kill-on-bad-exit=1 python -m torch.distributed.run --nnodes={job.nodes} "
+            f"--nproc-per-node={processes} \\",
+            f"  --max-restarts={job.restarts} --rdzv-backend=c10d \\",
+            '  --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \\',
+            '  --rdzv-endpoint="$head:$port" \\',
+            f"  -m tokenformer {train} &",
+            "step=$!",
+            'wait "$step"',
+            "code=$?",
+            'while kill -0 "$step" 2>/dev/null; do  # a trap ends a wait early',
+            '  wait "$step"',
+            "  code=$?",
+            "done",
+            'if [ "$asked" = 1 ]; then',
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            "  sleep 60  # until Slurm takes it",
+            "fi",
+            'exit "$code"',
+            "",
+        ]
+    )
