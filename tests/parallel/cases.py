@@ -9,6 +9,7 @@ SHORT = [
 ODD = ["model.qkv_tokens=11", "model.proj_tokens=[7,9]", "model.ffn_tokens=[13,9,10]"]  # nothing divides
 THREE = ["model.qkv_tokens=[5,6,4]", "model.proj_tokens=[7,9,4]", "model.ffn_tokens=[13,9,10]"]
 PLAIN = ["model.qkv_tokens=null", "model.proj_tokens=null", "model.ffn_tokens=null", "model.ffn_dim=37"]
+DEEP = ["model.layers=4"]
 GROW = [
     "growth=[{at: {step: 3}, ffn_tokens: 45, layers: 3, old_tokens: 0.5}, "
     "{at: {step: 7}, qkv_tokens: 20, new_tokens: zero_key, noise: 0.01}]"
@@ -48,6 +49,9 @@ EQUAL = {  # every mesh, under both optimizers
     "hybrid": mesh(replicate=2, shard=2),
     "token4": mesh(token=4),
     "shard2-token2": mesh(shard=2, token=2),
+    "pipeline2": mesh(pipeline=2),
+    "pipeline2-token2": mesh(pipeline=2, token=2),
+    "pipeline2-shard2-token2": mesh(pipeline=2, shard=2, token=2),
 }
 TWO, FOUR, BOTH = mesh(token=2), mesh(token=4), mesh(shard=2, token=2)
 RUNS: dict[str, Run] = {
@@ -62,14 +66,23 @@ RUNS: dict[str, Run] = {
     "zero2": run(ODD, ["parallel.reshard_after_forward=false"], on=mesh(shard=2)),
     "offload": run(ODD, ["parallel.offload=true"], on=mesh(shard=2)),
     "background": run(ODD, ["checkpoint.background=true"], on=mesh(shard=2)),
+    "gpipe2": run(ODD, on=mesh(pipeline=2, schedule="gpipe")),
+    "interleaved2": run(ODD, DEEP, on=mesh(pipeline=2, schedule="interleaved")),
+    "pipeline2-shard2": run(ODD, on=mesh(pipeline=2, shard=2)),
+    "untied-pipeline4": run(ODD, DEEP, ["model.tied=false"], on=mesh(pipeline=4)),
+    "gpipe4": run(ODD, DEEP, on=mesh(pipeline=4, schedule="gpipe")),
+    "interleaved4": run(ODD, ["model.layers=8"], on=mesh(pipeline=4, schedule="interleaved")),
     "fp32-shard2": run(ODD, ADAMW, on=mesh(shard=2), dtype="float32"),
     "fp32-token2": run(ODD, ADAMW, on=TWO, dtype="float32"),
     "grow-shard2": run(ODD, GROW, on=mesh(shard=2)),
     "grow-token2": run(ODD, GROW, ADAMW, on=TWO),
     "grow-both": run(ODD, GROW, MUON, on=BOTH),
+    "grow-pipeline2": run(ODD, GROW, MUON, on=mesh(pipeline=2)),
     "mixed": run(ODD, MIXED, ["micro_batch=2"], on=BOTH, dtype="float32"),
     "resume-shard2-shard4": run(ODD, MUON, on=mesh(shard=4), since="shard2-muon"),
     "resume-shard2-both": run(ODD, MUON, on=BOTH, since="shard2-muon"),
     "resume-token2-hybrid": run(ODD, ADAMW, on=mesh(replicate=2, shard=2), since="token2-adamw"),
+    "resume-pipeline2-both": run(ODD, ADAMW, on=BOTH, since="pipeline2-adamw"),
+    "resume-grown-both-pipeline2-shard2": run(ODD, GROW, MUON, on=mesh(pipeline=2, shard=2), since="grow-both"),
     "resume-grown-shard2-both": run(ODD, GROW, on=BOTH, since="grow-shard2"),
 }

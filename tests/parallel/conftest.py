@@ -2,7 +2,6 @@
 
 import fcntl
 import multiprocessing
-import shutil
 import socket
 import time
 from pathlib import Path
@@ -78,11 +77,9 @@ class Ran:
             cases = []
             for name, run in RUNS.items():
                 if run.world == world:
-                    if run.since is not None:
-                        middle(folder / run.since, folder / name)
                     cases.append({"case": "train", "run": str(folder / name), "file": str(self.file),
                                   "settings": [*run.settings, *run.mesh], "dtype": run.dtype,
-                                  "resume": run.since is not None})  # fmt: skip
+                                  "since": run.since and str(folder / run.since)})  # fmt: skip
             if world == 2 and counts:
                 cases += [{"case": "count", "out": str(folder / f"count-{name}.json"), "file": str(self.file),
                            "settings": settings} for name, settings in COUNTS.items()]  # fmt: skip
@@ -97,14 +94,6 @@ class Ran:
         name = f"alone-{hash((tuple(settings), run.dtype)) & 0xFFFFFFFF:08x}"
         made: Path = self.once(name, lambda folder: train(str(folder), str(self.file), settings, run.dtype))
         return made
-
-
-def middle(run: Path, copy: Path) -> None:
-    """A run as it stood after step 5."""
-    shutil.copytree(run, copy)
-    for path in (copy / "checkpoints").glob("step-*"):
-        if int(path.name[5:]) > 5:
-            shutil.rmtree(path)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.parallel.cases import RUNS
-from tests.parallel.conftest import middle
 from tests.parallel.workers import train
 from tests.train.conftest import result
 from tokenformer.train.report import read_rows
@@ -56,9 +55,8 @@ def test_what_a_user_would_run_is_within_the_noise_of_bf16(ran):
 
 @pytest.mark.parametrize("name", ["shard2-token2-muon", "grow-both", "hybrid-adamw"])
 def test_one_process_goes_on_where_many_were(ran, name, tmp_path):
-    middle(ran(name), tmp_path / "run")
     run = RUNS[name]
-    train(str(tmp_path / "run"), str(ran.file), list(run.settings), run.dtype, resume=True)
+    train(str(tmp_path / "run"), str(ran.file), list(run.settings), run.dtype, since=str(ran(name)))
     theirs = ran.alone(run)
     torch.testing.assert_close(losses(tmp_path / "run"), losses(theirs), rtol=1e-9, atol=0)
     assert far(result(tmp_path / "run")["model"], result(theirs)["model"]) < 1e-9

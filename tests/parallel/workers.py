@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Iterator
@@ -26,10 +27,22 @@ def default_dtype(name: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def train(run: str, file: str, settings: list[str], dtype: str, resume: bool = False) -> None:
-    """A whole run of the trainer."""
+def middle(run: Path, copy: Path) -> None:
+    """A run as it stood after step 5."""
+    shutil.copytree(run, copy)
+    for path in (copy / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > 5:
+            shutil.rmtree(path)
+
+
+def train(run: str, file: str, settings: list[str], dtype: str, since: str | None = None) -> None:
+    """A whole run of the trainer, or one that goes on from the middle of another."""
+    if since is not None and int(os.environ.get("RANK", 0)) == 0:
+        middle(Path(since), Path(run))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     with default_dtype(dtype):
-        Trainer(load(file, overrides=settings), run, resume=resume).run()
+        Trainer(load(file, overrides=settings), run, resume=since is not None).run()
 
 
 CASES = {"train": train, "count": counting.count}

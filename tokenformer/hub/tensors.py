@@ -28,12 +28,12 @@ def write_tensors(folder: str | Path, tensors: Mapping[str, Any], group: Any = N
         if not isinstance(value, Tensor) and not hasattr(value, "__create_chunk_list__"):
             raise TypeError(f"{name} is {type(value).__name__}, not a tensor: it belongs into state.json")
     files, size = {}, 0
-    for name, tensor in tensors.items():
-        size += tensor.nbytes
+    for name, nbytes in _everyones({name: tensor.nbytes for name, tensor in tensors.items()}, group).items():
+        size += nbytes
         files[name] = 1 + size // FILE_BYTES
     files = {name: 1 + sorted(set(files.values())).index(file) for name, file in files.items()}  # numbered densely
     Path(folder).mkdir(parents=True, exist_ok=True)
-    if tensors or not _alone():
+    if files:
         writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
         dcp.save(
             {name: t.contiguous() for name, t in tensors.items()},
@@ -72,6 +72,15 @@ def read_tensors(
         reader = dcp.HuggingFaceStorageReader(str(folder))
         dcp.load(into, storage_reader=reader, process_group=group, no_dist=_alone())
     return into
+
+
+def _everyones(sizes: dict[str, int], group: Any) -> dict[str, int]:
+    """Of all ranks, some of which hold other tensors: DCP's writer wants to know the file of each."""
+    if _alone():
+        return sizes
+    every: list[dict[str, int]] = [{}] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, sizes, group=group)
+    return {name: n for one in every for name, n in one.items()}
 
 
 def _alone() -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from tokenformer.models import LanguageModel
 from tokenformer.parallel.layout import Layout, Split
 from tokenformer.parallel.mesh import Place
+from tokenformer.parallel.pipeline import Pipeline, cut, holders
 from tokenformer.parallel.token import split_tokens
 
 Source = Callable[[str, tuple[int, ...]], Tensor]  # a whole parameter's values by name and shape
@@ -31,6 +32,24 @@ def parallelize(
         return Layout(model, place, splits)
     if place.degrees.token > 1:
         splits = split_tokens(model, place)
+    if place.degrees.pipeline > 1:
+        held, parts = holders(model, place), cut(model, place)
+        for part in parts:
+            lay(part, splits, place, device, source, wrap)
+        return Layout(parts[0], place, splits, parts, held, Pipeline(parts, place, device))
+    lay(model, splits, place, device, source, wrap)
+    return Layout(model, place, splits)
+
+
+def lay(
+    model: LanguageModel,
+    splits: dict[str, Split],
+    place: Place,
+    device: torch.device,
+    source: Source | None,
+    wrap: Callable[[nn.Module], None],
+) -> None:
+    """Block by block, then the rest."""
     for name, block in model.blocks.named_children():
         block.to_empty(device=device)
         fill(block, f"blocks.{name}.", splits, place, source)
@@ -41,7 +60,6 @@ def parallelize(
             child.to_empty(device=device)
             fill(child, f"{name}.", splits, place, source)
     shard(model, place, None, root=True)
-    return Layout(model, place, splits)
 
 
 @torch.no_grad()

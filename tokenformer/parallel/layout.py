@@ -113,13 +113,23 @@ class Part(Tensor):
 class Layout:
     """A model and where its parameters lie. `named` are plain Parameters that share memory with the model's own."""
 
-    def __init__(self, model: LanguageModel, place: Place, splits: Mapping[str, Split] | None = None) -> None:
-        self.model, self.place = model, place
-        own = dict(model.named_parameters())
+    def __init__(
+        self,
+        model: LanguageModel,
+        place: Place,
+        splits: Mapping[str, Split] | None = None,
+        parts: Sequence[LanguageModel] | None = None,
+        holders: Mapping[str, int] | None = None,
+        pipeline: Any = None,
+    ) -> None:
+        """`parts` are this rank's stages of a pipeline, `holders` the pipeline rank of each parameter."""
+        self.model, self.place, self.holders, self.pipeline = model, place, dict(holders or {}), pipeline
+        own = {name: p for part in parts or [model] for name, p in part.named_parameters()}
         self.splits = dict(splits or {name: Split(tuple(p.shape)) for name, p in own.items()})
         self.named = {name: _plain(p) for name, p in own.items()}
         self.own = own
-        self.twice: set[str] = set()  # held by an earlier stage too
+        self.twice = {n for n in own if self.holders.get(n, place.pipeline) != place.pipeline}  # an earlier stage's too
+        self.both = {"embedding.weight"} & own.keys() if holders and model.config.tied else set()  # on both ends
 
     def gradients(self) -> list[Tensor]:
         """Of the last backward passes, summed over ranks, as this rank's parts."""
@@ -128,6 +138,9 @@ class Layout:
             if plain is not parameter:
                 gradient = parameter.grad
                 plain.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        for name in self.both:  # a tied embedding: what it got as an embedding, and as a head
+            if (gradient := self.named[name].grad) is not None:
+                dist.all_reduce(gradient, group=self.place.groups["ends"])
         return [p.grad for p in self.named.values() if p.grad is not None]
 
     def clear(self) -> None:
@@ -166,11 +179,25 @@ class Layout:
     def parts(self) -> dict[str, Any]:
         return {name: self.part(name, parameter) for name, parameter in self.named.items()}
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
+    def whole(self, name: str, tensor: Tensor | None, number: bool = False) -> Tensor:
         """All parts of a parameter (or of a tensor like it) put together. Every rank must ask; it is given to all."""
+        if tensor is not None:
+            tensor = self._whole(name, tensor.detach())
+        if name not in self.holders:
+            assert tensor is not None
+            return tensor
+        if tensor is None:
+            kind = torch.float32 if number else torch.get_default_dtype()
+            where = next(iter(self.named.values())).device
+            tensor = torch.empty(() if number else self.splits[name].shape, dtype=kind, device=where)
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(tensor, group=self.place.groups["pipeline"], group_src=self.holders[name])
+        return tensor
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
         if self.place.alone or not tensor.ndim:
-            return tensor.detach()
-        split, d, tensor = self.splits[name], self.place.degrees, tensor.detach()
+            return tensor
+        split, d = self.splits[name], self.place.degrees
         local = split.local(self.place.token)
         sizes = [last - first for first, last in (rows(local[0], r, d.shard) for r in range(d.shard))]
         tensor = gather(tensor, sizes, 0, self.place.groups["shard"])
@@ -181,7 +208,11 @@ class Layout:
 
     def whole_state(self, name: str, state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
         """All that an optimizer keeps for a parameter, put together. Every rank must ask."""
-        return {kind: self.whole(name, tensor) for kind, tensor in state.get(name, {}).items()}
+        entry = state.get(name, {})
+        kinds = [sorted(entry)]
+        if name in self.holders:
+            dist.broadcast_object_list(kinds, group=self.place.groups["pipeline"], group_src=self.holders[name])
+        return {kind: self.whole(name, entry.get(kind), number=kind == "step") for kind in kinds[0]}
 
 
 class Wholes(Mapping[str, Tensor]):
@@ -191,13 +222,13 @@ class Wholes(Mapping[str, Tensor]):
         self.layout = layout
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.layout.whole(name, self.layout.named[name])
+        return self.layout.whole(name, self.layout.named.get(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.layout.named)
+        return iter(self.layout.splits)
 
     def __len__(self) -> int:
-        return len(self.layout.named)
+        return len(self.layout.splits)
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:

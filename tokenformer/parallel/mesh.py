@@ -65,13 +65,19 @@ def degrees(config: ParallelConfig, world: int) -> Degrees:
     return known
 
 
+def stages(d: Degrees, config: ParallelConfig) -> int:
+    """Of the pipeline: one a rank, or two."""
+    return d.pipeline * (2 if config.schedule == "interleaved" and d.pipeline > 1 else 1)
+
+
 def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
     """Refuses a model that cannot be laid out like this."""
+    twice = " (two a rank when interleaved)" if stages(d, config) > d.pipeline else ""
     need(
-        d.pipeline <= model.layers,
-        f"parallel.pipeline is {d.pipeline}, but the model has {model.layers} blocks: give at most as many stages",
+        stages(d, config) <= model.layers,
+        f"parallel.pipeline is {d.pipeline}{twice}, but the model has {model.layers} blocks: "
+        "give at most as many stages",
     )
-    need(d.pipeline == 1, f"parallel.pipeline is {d.pipeline}, but stages are not there yet: use shard and token")
     for name in ("heads", "kv_heads"):
         heads = getattr(model, name) or model.heads
         need(
@@ -151,6 +157,12 @@ class Place:
             self.groups[name] = mesh.get_group(name)
         for name, parts in many.items():
             self.groups[name] = mesh[parts]._flatten(name).get_group()
+        if self.degrees.pipeline > 1:  # a tied embedding lives on both ends
+            each = self.world // self.degrees.pipeline
+            pairs = [[rank, self.world - each + rank] for rank in range(each)]
+            ends, _ = dist.new_subgroups_by_enumeration(pairs, timeout=wait)
+            if isinstance(ends, dist.ProcessGroup):
+                self.groups["ends"] = ends
         for name in ("files", "host"):  # for the thread that writes; for what hosts agree on, off the device
             self.groups[name] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=wait))
 

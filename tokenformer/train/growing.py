@@ -44,17 +44,14 @@ def grow(
 
 def relay(layout: Layout, growth: Plan, stage: GrowthStage, task: LanguageTask, old: State) -> tuple[Layout, State]:
     """Over many ranks: each parameter is put together, grown as in one process, and cut again, one after the other."""
-    wholes = Wholes(layout)
-
-    def source(name: str, _shape: tuple[int, ...]) -> Tensor:
-        tensor = growth.recipes[name].make(name, wholes, growth)
-        disturb(name, tensor, growth, stage.noise)
-        return tensor
-
-    new, state = task.build(growth.config, source), {}
+    wholes, new, state = Wholes(layout), task.build(growth.config, None), {}
     new.model.history = [*layout.model.history, growth.event]
     new.model.train(layout.model.training)
     for name, recipe in growth.recipes.items():
+        tensor = recipe.make(name, wholes, growth)
+        disturb(name, tensor, growth, stage.noise)
+        if name in new.named:
+            new.named[name].detach().copy_(new.take(name, tensor))
         entry = layout.whole_state(recipe.old, old) if recipe.old else {}
         if entry and (whole := recipe.grow_state(entry)) is not None and name in new.named:
             state[name] = {kind: new.take(name, tensor) for kind, tensor in whole.items()}

@@ -50,6 +50,7 @@ class Optimizer:
         for group, decay in decays.items():
             for name, parameter in groups[group].items():
                 alike.setdefault((decay, self.shares.get(name, 1.0)), []).append(parameter)
+        alike = alike or {(0.0, 1.0): [nn.Parameter(torch.empty(0))]}  # a stage that holds matrices alone
         self.adamw = torch.optim.AdamW(
             [{"params": parameters, "weight_decay": d, "share": share} for (d, share), parameters in alike.items()],
             lr=config.rate,
@@ -61,15 +62,16 @@ class Optimizer:
     @torch.no_grad()
     def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
         """One update by the gradients / divisor; where `skip` is 1, parameters and state stay what they were."""
-        held = next(iter(self.others.values())).device  # the host, where parameters live there
+        held = next(iter((self.others or self.matrices).values())).device  # the host, where parameters live there
         divisor, skip = divisor.to(held), skip.to(held)
         vars(self.adamw).update(grad_scale=divisor, found_inf=skip)  # the fused kernels read them on the device
-        if divisor.dtype == torch.float64:  # of which they read no scale
+        if self.others and divisor.dtype == torch.float64:  # of which they read no scale
             torch._foreach_div_([p.grad for p in self.others.values() if p.grad is not None], divisor)
             vars(self.adamw).update(grad_scale=None)
         for group in self.adamw.param_groups:
             group["lr"] = rate * group["share"]
-        self.adamw.step()
+        if self.others:
+            self.adamw.step()
         if self.matrices:
             self._muon(rate, divisor, skip.bool())
 

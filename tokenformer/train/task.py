@@ -47,19 +47,29 @@ class LanguageTask:
         self.held_out = load(batch=wanted, samples=times * wanted, part="validation", epochs=epochs, allow_empty=True)
         self.micro_batches = self.loader.micro_batches  # of a step, on this rank
         self.tokens_per_step = c.batch * c.model.context
+        ranks = place.degrees.pipeline
+        if ranks > 1 and (self.micro_batches < ranks or self.micro_batches % ranks):
+            raise UserError(
+                f"a step has {self.micro_batches} micro-batches, not a multiple of the {ranks} ranks of the pipeline: "
+                "give another micro_batch or batch"
+            )
 
     def build(self, config: ModelConfig, source: Source | None) -> Layout:
         """The model, laid over the ranks; without a source its values are still to come (from a checkpoint)."""
         with torch.device("meta"):
             model = LanguageModel(config)
         model.compute_dtype = COMPUTE[self.config.train.precision]
-        return parallelize(model, self.place, self.device, source, functools.partial(wrap, config=self.config.train))
+        self.layout = parallelize(
+            model, self.place, self.device, source, functools.partial(wrap, config=self.config.train)
+        )
+        return self.layout
 
     def dress(self, model: LanguageModel) -> Layout:
         """The same for a model that is there, in one process."""
         for block in model.blocks:
             wrap(block, self.config.train)
-        return Layout(model, self.place)
+        self.layout = Layout(model, self.place)
+        return self.layout
 
     def first_values(self) -> Source:
         """Of a new run: the initialisation, or other weights."""
@@ -71,13 +81,28 @@ class LanguageTask:
         """The micro-batches of this rank, one after the other, without end."""
         return iter(self.loader)
 
+    def gradients(self, model: LanguageModel, batches: Iterator[Batch], scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a step's micro-batches, by loss × scale: the sum over the labels that count, and how many those are."""
+        if self.layout.pipeline is not None:
+            step = [self._placed(next(batches)) for _ in range(self.micro_batches)]
+            return self.layout.pipeline.gradients(step, scale)
+        total = count = torch.zeros((), device=self.device)
+        for _ in range(self.micro_batches):
+            loss_sum, labels = self.loss(model, next(batches))
+            (loss_sum * scale).backward()
+            total, count = total + loss_sum.detach(), count + labels
+        return total, count
+
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum over the labels that count, and how many those are."""
-        documents = batch.documents
-        ids, labels = (t.to(self.device, non_blocking=True) for t in (batch.ids, batch.labels))
-        documents = None if documents is None else documents.to(self.device, non_blocking=True)
+        ids, labels, documents = self._placed(batch)
         out = model(ids, labels=labels, documents=documents)
         return out.loss_sum, out.count
+
+    def _placed(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        ids, labels = (t.to(self.device, non_blocking=True) for t in (batch.ids, batch.labels))
+        documents = batch.documents
+        return ids, labels, None if documents is None else documents.to(self.device, non_blocking=True)
 
     @torch.no_grad()
     def validate(self, model: LanguageModel) -> float | None:
@@ -87,7 +112,10 @@ class LanguageTask:
         total, count = torch.zeros(2, device=self.device)
         self.held_out.samples_seen = 0
         for batch in self.held_out:
-            loss_sum, labels = self.loss(model, batch)
+            if self.layout.pipeline is not None:
+                loss_sum, labels = self.layout.pipeline.evaluate(self._placed(batch))
+            else:
+                loss_sum, labels = self.loss(model, batch)
             total, count = total + loss_sum, count + labels
             if batch.last:
                 break

@@ -178,11 +178,7 @@ class Trainer:
 
     def train_step(self) -> None:
         expected = self.task.tokens_per_step  # divides at once, so that fp16 gradients are those of a mean
-        total = count = torch.zeros((), device=self.device)
-        for _ in range(self.task.micro_batches):
-            loss_sum, labels = self.task.loss(self.model, next(self.batches))
-            (loss_sum * (self.guard.scale / expected)).backward()
-            total, count = total + loss_sum.detach(), count + labels
+        total, count = self.task.gradients(self.model, self.batches, self.guard.scale / expected)
         total, count = self.place.sum(torch.stack([total, count]))
         divisor, skip, norm = self.guard.check(self.layout.gradients(), total, count / expected, self.layout.norm)
         self.optimizer.step(self.rate(self.step), divisor, skip)
@@ -264,7 +260,7 @@ class Trainer:
                     self.grown.losses.append(loss)  # not the one at the end: another run might go further
                 self.report.row("validation", self.step, loss=loss, perplexity=math.exp(min(loss, 700)))
                 self.report.say(f"step {self.step}: validation loss {loss:.4f}")
-            if self.config.validation.generate:
+            if self.config.validation.generate and self.layout.pipeline is None:
                 text = self.task.sample(self.model)
                 self.report.row("sample", self.step, text=text)
                 self.report.say(f"step {self.step}: sample: {text!r}")

@@ -1,0 +1,131 @@
+"""Pipeline stages by block: a rank holds some of the blocks, the first one the embedding, the last one the head.
+
+Unusual: a stage is the model itself without the blocks of others, so names stay; a tied embedding lives on both ends,
+and its two gradients are added. The schedules are PyTorch's own.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from tokenformer.models import LanguageModel
+from tokenformer.ops.cross_entropy import IGNORE
+from tokenformer.ops.rotary import angles
+from tokenformer.parallel.mesh import Place, stages
+
+Batch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels, documents
+
+
+class Stage(LanguageModel):
+    """A part of a model: ids or hidden states in, hidden states or (at the end) the loss sum out."""
+
+    ends: tuple[bool, bool]  # is it the first, is it the last
+
+    def forward(self, x: Tensor, documents: Tensor | None = None, labels: Tensor | None = None) -> Tensor:  # pyrefly: ignore
+        if self.ends[0]:
+            x = self.embedding(x).to(self.compute_dtype)
+        positions = torch.arange(x.shape[1], device=x.device)
+        rotary = angles(positions, self.config.rotary_dims, self.config.rotary_base, x.dtype)
+        for block in self.blocks.children():
+            x = block(x, rotary, documents, None)
+        if not self.ends[1]:
+            return x
+        hidden, weight = self.norm(x), self.head_weight.to(x.dtype)
+        assert labels is not None
+        return self.loss(hidden, weight, labels)[0][None]
+
+
+def layers_of(number: int, layers: int, place: Place) -> range:
+    """The blocks of a stage.
+
+    >>> from tokenformer.config import ParallelConfig
+    >>> layers_of(0, 5, Place(ParallelConfig()))
+    range(0, 5)
+    """
+    every = stages(place.degrees, place.config)
+    return range(number * layers // every, (number + 1) * layers // every)
+
+
+def holders(model: LanguageModel, place: Place) -> dict[str, int]:
+    """The pipeline rank that holds each parameter (of two, the first)."""
+    found = {}
+    every, ranks = stages(place.degrees, place.config), place.degrees.pipeline
+    for number in range(every):
+        for layer in layers_of(number, model.config.layers, place):
+            for name, _ in cast(nn.Module, model.blocks[layer]).named_parameters():
+                found[f"blocks.{layer}.{name}"] = number % ranks
+    for name, _ in model.named_parameters():
+        found.setdefault(name, 0 if name == "embedding.weight" else (every - 1) % ranks)
+    return found
+
+
+def cut(model: LanguageModel, place: Place) -> list[LanguageModel]:
+    """The stages of this rank, from a whole model on the meta device."""
+    every, found = stages(place.degrees, place.config), []
+    for number in range(place.pipeline, every, place.degrees.pipeline):
+        part: Any = copy.deepcopy(model)
+        part.ends = (number == 0, number == every - 1)
+        part.blocks = nn.ModuleDict({str(i): part.blocks[i] for i in layers_of(number, model.config.layers, place)})
+        if not (part.ends[0] or (part.ends[1] and model.head is None)):
+            part.embedding = None
+        if not part.ends[1]:
+            part.norm = part.head = None
+        part.__class__ = type("Stage", (Stage, model.__class__), {})
+        found.append(part)
+    return found
+
+
+class Pipeline:
+    """Runs the stages of this rank together with those of the others."""
+
+    def __init__(self, parts: Sequence[LanguageModel], place: Place, device: torch.device) -> None:
+        self.place, self.device, self.scale = place, device, torch.ones((), device=device)
+        self.every, self.ranks = stages(place.degrees, place.config), place.degrees.pipeline
+        self.parts = {place.pipeline + i * self.ranks: cast(Stage, part) for i, part in enumerate(parts)}
+        self.schedule: Any = None
+
+    def _prepare(self, micro_batches: int) -> Any:
+        group = self.place.groups["pipeline"]
+        parts = [PipelineStage(p, n, self.every, self.device, group=group) for n, p in self.parts.items()]
+        how = {"n_microbatches": micro_batches, "loss_fn": lambda out, _: out.sum() * self.scale, "scale_grads": False}
+        if self.place.config.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(parts, **how)  # pyrefly: ignore
+        return (ScheduleGPipe if self.place.config.schedule == "gpipe" else Schedule1F1B)(parts[0], **how)
+
+    def gradients(self, batches: Sequence[Batch], scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a step's micro-batches, which are of one size; their loss sum and labels, on every rank."""
+        self.scale = scale
+        self.schedule = self.schedule or self._prepare(len(batches))
+        ids, labels, documents = (None if p[0] is None else torch.cat(p) for p in zip(*batches, strict=True))  # pyrefly: ignore
+        assert labels is not None
+        more = {"labels": labels} if documents is None else {"labels": labels, "documents": documents}
+        losses: list[Tensor] = []
+        first, last = 0 in self.parts, self.every - 1 in self.parts
+        self.schedule.step(*([ids] if first else []), target=labels if last else None, losses=losses, **more)
+        total = torch.stack([loss.detach() for loss in losses]).sum() / scale if last else torch.zeros_like(scale)
+        return self.place.sum(total, "pipeline"), (labels != IGNORE).sum()
+
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss sum and labels of one batch, on every rank; stage after stage."""
+        x, labels, documents = batch
+        dtype, group = next(iter(self.parts.values())).compute_dtype or torch.get_default_dtype(), None
+        group = self.place.groups["pipeline"]
+        total = torch.zeros((), device=self.device)
+        for number in range(self.every):
+            part = self.parts.get(number)
+            if part is None:
+                continue
+            if number:
+                x = torch.empty(*labels.shape, part.config.dim, dtype=dtype, device=self.device)
+                dist.recv(x, group=group, group_src=(number - 1) % self.ranks)
+            x = part(x, documents, labels)
+            if number < self.every - 1:
+                dist.send(x.contiguous(), group=group, group_dst=(number + 1) % self.ranks)
+            else:
+                total = x[0]
+        return self.place.sum(total.clone(), "pipeline"), (labels != IGNORE).sum()
