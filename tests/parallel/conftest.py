@@ -31,7 +31,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(world: int, cases: list[dict], out: Path, seconds: float = 280) -> None:
+def launch(world: int, cases: list[dict], out: Path, seconds: float = 600) -> None:
     """All cases on `world` ranks. Workers are forked from a process that has imported everything once."""
     out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
