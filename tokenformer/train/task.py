@@ -97,7 +97,11 @@ def start_from(model: LanguageModel, source: str) -> None:
     from tokenformer import hub
 
     mine = dict(model.named_parameters())
-    for name, tensor in hub.load(source).named_parameters():
+    try:
+        other = hub.load(source)
+    except UserError as error:
+        raise UserError(f"start (official: pretrain_partial_init): {error}") from None
+    for name, tensor in other.named_parameters():
         own = mine.get(name)
         fits = own is not None and own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor)
         if own is None or not fits or (own.shape != tensor.shape and not name.endswith("_tokens")):

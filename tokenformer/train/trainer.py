@@ -33,7 +33,7 @@ from tokenformer.train.report import Clock, Report, Totals, memory, peak_flops, 
 from tokenformer.train.run import changes, earlier, lock, settle
 from tokenformer.train.schedule import factor
 from tokenformer.train.task import LanguageTask
-from tokenformer.train.wrap import wrap
+from tokenformer.train.wrap import backend, wrap
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what Slurm is asked to send before preemption
 
@@ -84,6 +84,7 @@ class Trainer:
                 )
         loggers.check(self.config)
         self.device = pick_device(self.config.train.device)
+        self.backend = backend(self.config.train, self.device)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.task = LanguageTask(self.config, self.rank, self.world)
@@ -119,7 +120,7 @@ class Trainer:
         write_text(self.folder / "config.yml", native.to_yaml(self.config))
         self.report = Report(self.folder, self.config, self.step, self.command)
         self.announce()
-        wrap(self.model.blocks, self.config.train)
+        wrap(self.model.blocks, self.config.train, self.backend)
         self.batches = self.task.batches()
         self.clock = Clock()
 
@@ -131,6 +132,8 @@ class Trainer:
             f"batch {c.batch} = {c.micro_batch} × {self.task.micro_batches} accumulated × {self.world} ranks, "
             f"{self.task.tokens_per_step:,} tokens a step, {c.steps} steps"
         )
+        if self.backend != "none":
+            say(f"blocks are compiled by {self.backend} in the first step (train.compile=none turns it off)")
         if self.found is not None:
             say(f"going on from step {self.step} ({self.found})")
         for line in (*self.notes, *(f"changed since the last start: {change}" for change in self.changes)):
@@ -194,7 +197,7 @@ class Trainer:
             self.model, self.optimizer, said = growing.grow(self.model, self.optimizer, stage, number, self.config.seed)
             self.grown.grew(self.step)
             self.cost = self.model.cost()
-            wrap(self.model.blocks, self.config.train)
+            wrap(self.model.blocks, self.config.train, self.backend)
             losses = [loss for loss in (*losses, self.task.validate(self.model)) if loss is not None]
         after, seen = f"{self.cost.parameters:,}", " → ".join(f"{loss:.5f}" for loss in losses)
         self.report.row("event", self.step, what="growth", to=after, losses=losses, how=self.model.history[-1])
