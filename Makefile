@@ -14,7 +14,7 @@ setup: .venv/.tests
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokenformer needs Python 3.11 or newer: make PYTHON=python3.12 setup")'
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e .
+	$(PIP) -e '.[data,plot]'
 	touch $@
 
 .venv/.tests: .venv/.base

@@ -33,7 +33,7 @@ def measure(cell: str) -> dict:
         model = LanguageModel(config.model)
     model.compute_dtype = torch.bfloat16
     for block in model.blocks:
-        wrap(block, config.train)
+        wrap(block, config.train, "none")
     rule = Optimizer(model.named_parameters(), config.optimizer)
     one, go = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     for _ in range(3):

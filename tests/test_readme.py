@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ELSEWHERE = ("pip ", "make ")  # setting up; .ci/run does that
+ELSEWHERE = ("pip ", "make ", "source ")  # setting up; .ci/run does that
 ONLINE = ("Haiyang-W/",)
 
 

@@ -76,8 +76,10 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "full", "selective"] = key(
         "what backward computes again: nothing, whole blocks, or all but products and attention", "none"
     )
-    compile: Literal["none", "inductor", "aot_eager"] = key(
-        "torch.compile of each block; aot_eager traces without generating code", "none"
+    compile: Literal["auto", "none", "inductor", "aot_eager"] | bool = key(
+        "torch.compile of each block: auto = inductor on a GPU and none elsewhere, true = inductor, false = none; "
+        "aot_eager traces without generating code",
+        "none",
     )
     skip_limit: int = key("stop after this many steps in a row with a non-finite loss or gradient", 30)
     spike: float = key("log a loss this many deviations above its running mean", 6.0)

@@ -109,6 +109,8 @@ def _convert(kind: Any, value: Any, at: str) -> Any:
         return build(kind, value, at)
     if origin in (typing.Union, types.UnionType):
         for option in args:
+            if (option is bool) != isinstance(value, bool):
+                continue
             with_container = typing.get_origin(option) in (list, dict) or dataclasses.is_dataclass(option)
             if with_container == isinstance(value, list | dict) and (value is None) == (option is type(None)):
                 return _convert(option, value, at)

@@ -30,7 +30,7 @@ def arms(data: Path) -> dict[str, tuple[Path, Config]]:
     last = grown.growth[-1]
     large = [f"model.{name}={getattr(last, name)}" for name in TOKENS]
     scratch = load(HERE / "demo.yml", overrides=[*settings, "growth=[]", *large])
-    return {"grown twice": (RUN, grown), "from scratch": (RUN / "scratch", scratch)}
+    return {"grown twice": (RUN, grown), "from scratch, final size": (RUN / "scratch", scratch)}
 
 
 def main() -> None:
@@ -46,7 +46,10 @@ def main() -> None:
         if Trainer(config, folder, resume=True).run() is not None:
             sys.exit(130)  # interrupted, and saved
         curves.append(read_curve(folder, name=name))
-    notes = [*jumps(), *(f"{c.name}: validation loss {c.facts['validation loss']:.3f} nats a byte." for c in curves)]
+    notes = [
+        *jumps(),
+        *(f"{c.name}: validation loss {c.facts['validation loss']:.3f} nats a token (here a byte)." for c in curves),
+    ]
     notes.append(saved(*(config for _, config in runs.values())))
     write_page(RUN / "report.html", curves, title="A TokenFormer that grows, on tiny Shakespeare", notes=notes)
     print()

@@ -15,7 +15,9 @@ STEP_TOKENS = 65_536
 def main() -> None:
     lines = [json.loads(line) for line in (HERE / "arms.jsonl").read_text().splitlines()]
     runs = [r for r in lines if "rule" in r]
-    print("| arm | rate | loss before | loss after, seed 0 | all seeds: mean ± deviation | losses at the rates tried |")
+    print(
+        "| arm | rate | loss right after growth | at the end, seed 0 | all seeds: mean ± deviation | losses by rate |"
+    )
     print("|---|---|---|---|---|---|")
     best = {}
     for rule in ARMS:

@@ -32,7 +32,7 @@ def test_a_preset_and_overrides_train_a_run_and_the_run_goes_on_by_its_folder(co
     [
         (["optimizer.raet=1"], "unknown key 'optimizer.raet': did you mean 'rate'?"),
         (["optimizer.kind=adam"], "optimizer.kind is 'adam', but must be one of muon, adamw"),
-        (["batch=6", "micro_batch=4"], "batch 6 cannot be cut into micro-batches of 4 on 1 ranks"),
+        (["batch=6", "micro_batch=4"], "batch 6 cannot be cut into micro-batches of 4 on each of 1 ranks"),
         (["batch=null", "micro_batch=null"], "batch is missing"),
         (["data.path=nowhere/set"], "there is no prepared set 'nowhere/set'"),
         (["data.path=null"], "data.path is missing"),
@@ -55,6 +55,25 @@ def test_an_existing_run_and_another_architecture_are_refused(config_file, tmp_p
     capsys.readouterr()
     assert "is there already" in refused(capsys, str(config_file), "--out", run)
     assert "another model" in refused(capsys, str(config_file), "model.layers=1", "--resume", "--out", run)
+
+
+@pytest.mark.parametrize("setting", ["inductor", "true"])
+def test_compiling_without_a_compiler_is_one_sentence(config_file, tmp_path, capsys, monkeypatch, setting):  # noqa: F811
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    run = str(tmp_path / "run")
+    said = refused(capsys, str(config_file), f"train.compile={setting}", "--out", run)
+    assert "needs the C++ compiler no-such-compiler, and there is none" in said
+    assert not (tmp_path / "run").exists()
+    assert main(["train", str(config_file), "train.compile=auto", "steps=1", "--out", run]) == 0  # not on a CPU
+    assert "compiled" not in capsys.readouterr().out
+
+
+def test_a_preset_fits_its_micro_batch_to_a_small_batch_and_a_run_that_is_not_there_is_said(tmp_path, capsys):
+    from tokenformer.config import load
+    from tokenformer.train.run import settle
+
+    assert settle(load("lm/150m", overrides=["batch=4"]), world=1).micro_batch == 4
+    assert "there is no run at" in refused(capsys, str(tmp_path / "nope"), "--resume")
 
 
 def test_no_such_config(capsys):

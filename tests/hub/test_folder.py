@@ -152,6 +152,8 @@ def test_a_hub_name_is_downloaded_cached_and_resumed(tmp_path):
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(tmp_path / "home"),
         "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_ETAG_TIMEOUT": "60",  # the machine may be busy
+        "HF_HUB_DOWNLOAD_TIMEOUT": "60",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
 
@@ -163,6 +165,7 @@ def test_a_hub_name_is_downloaded_cached_and_resumed(tmp_path):
 
     try:
         first = run("owner/model")
+        assert "UserError" not in first, first
         parameters, total = first.split()
         assert int(parameters) == model.cost().parameters
         assert float(total) == pytest.approx(model(torch.arange(8)[None]).logits.abs().sum().item(), rel=1e-5)

@@ -75,7 +75,7 @@ def test_the_batch_of_the_first_start_is_held(shared, official_set, tmp_path):
     overridden = load_config(file, overrides=["batch=1024"], training=True)
     assert settle(overridden, world=8).batch == 1024
     assert settle(load_config(file, training=True), world=8).batch == 32 * 4 * 8
-    with pytest.raises(UserError, match="batch 1000 cannot be cut into micro-batches of 32 on 8 ranks"):
+    with pytest.raises(UserError, match="batch 1000 cannot be cut into micro-batches of 32 on each of 8 ranks"):
         settle(load_config(file, overrides=["batch=1000"], training=True), world=8)
 
 

@@ -162,9 +162,12 @@ def text_ids(path: Path, source: str, config: "ModelConfig", tokenizer: str | No
     encoder = FileTokenizer(own, source) if own else load_tokenizer(tokenizer or default)
     length = min(config.context, 512)
     rows = max(1, tokens // length)
-    piece = max(1, len(text) // rows)  # a row begins in each piece; 8 characters a token are enough for it
-    starts = range(0, max(1, len(text) - piece + 1), piece)
-    encoded = [encoder.encode(text[start : start + 8 * length])[:length] for start in list(starts)[:rows]]
+    if len(text) <= 16 * tokens:  # short: from its beginning, row after row
+        whole = encoder.encode(text)
+        encoded = [whole[i : i + length] for i in range(0, len(whole), length)][:rows]
+    else:  # a row begins in each piece; 8 characters a token are enough for it
+        piece = len(text) // rows
+        encoded = [encoder.encode(text[i : i + 8 * length])[:length] for i in range(0, piece * rows, piece)]
     full = [ids for ids in encoded if len(ids) == length]
     if not full:
         raise UserError(f"{path} is shorter than {length} tokens: give a longer text")

@@ -53,6 +53,8 @@ def plan(
     config = config.resolved()
     targets = {"qkv": qkv_tokens, "proj": proj_tokens, "ffn": ffn_tokens}
     targets = {which: n for which, n in targets.items() if n is not None}
+    for which, n in targets.items():
+        need(isinstance(n, int), f"{which}_tokens is {n}: give one number, the total afterwards")
     where = places(config.layers, layers, positions)
     need(bool(targets) or len(where) > config.layers, "nothing to grow: give more parameter tokens or more layers")
     need(config.kind == "tokenformer" or not targets, f"kind {config.kind} has no parameter tokens: give layers or dim")
@@ -100,6 +102,7 @@ def rules_of(config: ModelConfig, new_tokens: str | Mapping[str, str]) -> dict[s
 
 def tau_of(rules: Mapping[str, str], tau: str | Mapping[str, str] | None) -> dict[str, str]:
     """`hold` or `sqrt_n` for each projection kind whose old segment gets rows."""
+    need(tau in ("hold", "sqrt_n", None) or isinstance(tau, Mapping), f"tau is '{tau}', but must be hold or sqrt_n")
     appended = [which for which, rule in rules.items() if rule != "segment"]
     given: dict[str, str | None] = dict(tau) if isinstance(tau, Mapping) else dict.fromkeys(appended, tau)
     for which, choice in given.items():

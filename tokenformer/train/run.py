@@ -25,12 +25,11 @@ def settle(config: Config, world: int) -> Config:
         if micro is None or config.accumulation is None:
             raise UserError("batch is missing: say how many sequences a step has, such as batch=64")
         batch = micro * config.accumulation * world
-    if micro is None:
-        micro = max(1, batch // world)
+    micro = min(micro or batch, max(1, batch // world))  # a preset's may be larger than a small batch
     if batch % (micro * world):
         raise UserError(
-            f"batch {batch} cannot be cut into micro-batches of {micro} on {world} ranks: "
-            f"choose a batch that is a multiple of {micro * world}, or another micro_batch"
+            f"batch {batch} cannot be cut into micro-batches of {micro} "
+            f"on each of {world} ranks: give a multiple of {micro * world}, or another micro_batch"
         )
     return dataclasses.replace(config, batch=batch, micro_batch=micro, accumulation=None)
 

@@ -18,7 +18,7 @@ from tokenformer.models.init import initial
 from tokenformer.parallel.apply import Source, parallelize
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
-from tokenformer.train.wrap import wrap
+from tokenformer.train.wrap import backend, wrap
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
@@ -29,6 +29,7 @@ class LanguageTask:
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         c, self.place, self.device = config, place, device
         self.config, rank, world = config, place.data_rank, place.data_world
+        self.backend = backend(c.train, device)
         assert c.batch is not None  # settled by the trainer
         wanted = c.validation.samples if c.validation.batches is None else c.validation.batches * c.batch
         times = c.steps // c.validation.every + 1 if c.validation.every else 1
@@ -60,14 +61,18 @@ class LanguageTask:
             model = LanguageModel(config)
         model.compute_dtype = COMPUTE[self.config.train.precision]
         self.layout = parallelize(
-            model, self.place, self.device, source, functools.partial(wrap, config=self.config.train)
+            model,
+            self.place,
+            self.device,
+            source,
+            functools.partial(wrap, config=self.config.train, backend=self.backend),
         )
         return self.layout
 
     def dress(self, model: LanguageModel) -> Layout:
         """The same for a model that is there, in one process."""
         for block in model.blocks:
-            wrap(block, self.config.train)
+            wrap(block, self.config.train, self.backend)
         self.layout = Layout(model, self.place)
         return self.layout
 
@@ -139,7 +144,10 @@ def started(config: ModelConfig, start: str, first: Source) -> Source:
 
     with torch.device("meta"):
         mine = dict(LanguageModel(config).named_parameters())
-    given = {name: tensor.detach() for name, tensor in hub.load(start).named_parameters()}
+    try:
+        given = {name: tensor.detach() for name, tensor in hub.load(start).named_parameters()}
+    except UserError as error:
+        raise UserError(f"start (official: pretrain_partial_init): {error}") from None
     for name, tensor in given.items():
         own = mine.get(name)
         fits = own is not None and own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor)

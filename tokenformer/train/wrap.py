@@ -1,12 +1,15 @@
 """Activation checkpointing and torch.compile, block by block. Both wrap a block's call and rename no parameter."""
 
 import functools
+import os
+import shutil
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tokenformer.config_train import TrainConfig
+from tokenformer.errors import UserError
 
 ATEN = torch.ops.aten
 # What `selective` keeps: products and attention. Norms, Θ and rotations are cheap and are computed again.
@@ -25,12 +28,25 @@ def _policy(_context, op, *_args, **_kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def wrap(block: nn.Module, config: TrainConfig) -> None:
+def backend(config: TrainConfig, device: torch.device) -> str:
+    """What compiles the blocks on this device; refused where it needs a C++ compiler and there is none."""
+    plain = {True: "inductor", False: "none", "auto": "inductor" if device.type == "cuda" else "none"}
+    found = plain.get(config.compile, str(config.compile))
+    compiler = os.environ.get("CXX", "g++")
+    if found == "inductor" and not shutil.which(compiler):
+        raise UserError(
+            f"train.compile is {config.compile}, which needs the C++ compiler {compiler}, and there is none: "
+            "install it, or set train.compile=none"
+        )
+    return found
+
+
+def wrap(block: nn.Module, config: TrainConfig, backend: str) -> None:
     """In this order: what backward computes again, then compilation."""
     if config.activation_checkpointing != "none":
         again(block, selective=config.activation_checkpointing == "selective")
-    if config.compile != "none":
-        block.compile(backend=config.compile, dynamic=False)
+    if backend != "none":
+        block.compile(backend=backend, dynamic=False)
 
 
 def again(block: nn.Module, selective: bool) -> None:
