@@ -4,6 +4,7 @@ import fcntl
 import multiprocessing
 import socket
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ class Ran:
     def alone(self, run: Run) -> Path:
         """The run of one process with the same settings, made once."""
         settings = [s for s in run.settings if not s.startswith("parallel.")]
-        name = f"alone-{hash((tuple(settings), run.dtype)) & 0xFFFFFFFF:08x}"
+        name = f"alone-{zlib.crc32(repr((settings, run.dtype)).encode()):08x}"
         made: Path = self.once(name, lambda folder: train(str(folder), str(self.file), settings, run.dtype))
         return made
 
