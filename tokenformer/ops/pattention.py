@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")
 Segments = Sequence[tuple[Tensor, Tensor, float]]  # keys (N, D), values (N, E), τ
 
 
@@ -62,7 +63,7 @@ def normalise(score_TN: Tensor, theta: str, tau: float, count_TN: Tensor | None 
         return gelu_TN * _over(gelu_TN.square().sum(-1, keepdim=True), tau, 0.5)
     if theta == "l1_norm_gelu":
         return F.gelu(score_TN * _over(score_TN.abs().sum(-1, keepdim=True), tau**2, 1.0))
-    raise ValueError(f"theta is '{theta}', not one of l2_norm_gelu, gelu_l2_norm, softmax, l1_norm_gelu")
+    raise ValueError(f"theta is '{theta}', not one of {', '.join(THETAS)}")
 
 
 def _over(total_T1: Tensor, scale: float, power: float) -> Tensor:
