@@ -37,6 +37,15 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "out" / "sub" / "file").read_text() == "x"
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="cannot be made"), atomic_folder(tmp_path / "file" / "out"):
+        pass
+    with pytest.raises(UserError, match="could not be written"), atomic_folder(tmp_path / "out"):
+        raise OSError(28, "No space left on device")
+    assert os.listdir(tmp_path) == ["file"]
+
+
 @pytest.mark.parametrize("harm", ["change", "cut", "remove", "no manifest", "broken manifest", "empty manifest"])
 def test_a_harmed_folder_is_refused(tmp_path, harm):
     with atomic_folder(tmp_path / "out") as beside:

@@ -77,8 +77,11 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Fill the yielded folder; it takes its name, with a manifest, when the block ends well."""
     path = Path(path)
     refuse_existing(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise UserError(f"{path} cannot be made ({error.strerror}): choose another place") from None
     try:
         yield beside
         umask = os.umask(0)
@@ -89,6 +92,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             path.rmdir()  # an empty folder may stand where ours goes
         os.rename(beside, path)
         sync(path.parent)
+    except Exception as error:
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":  # the library's own, at a full disk
+            raise UserError(f"{path} could not be written ({error}): make room or choose another place") from error
+        raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

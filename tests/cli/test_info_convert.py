@@ -40,6 +40,9 @@ def test_info_takes_overrides_merges_files_and_reads_weights(golden_folder, tmp_
     for source in (folder, folder / "pytorch_model.bin", folder / "config.yml"):
         assert main(["info", str(source)]) == 0
         assert "99,456" in capsys.readouterr().out
+    assert main(["info", str(folder / "pytorch_model.bin"), str(folder / "config.yml")]) == 0
+    assert main(["info", str(folder), "model.layers=2"]) == 2
+    assert "overrides cannot change" in capsys.readouterr().err
     save(load(folder), tmp_path / "ours")
     assert main(["info", str(tmp_path / "ours")]) == 0
     assert "theta softmax" in capsys.readouterr().out

@@ -85,6 +85,19 @@ def test_a_layer_alone_stands_where_a_linear_does():
     }
 
 
+@pytest.mark.parametrize("tokens", [0, -3, 2.5, [], [4, 0]])
+def test_a_layer_refuses_what_is_no_number_of_tokens(tokens):
+    with pytest.raises(ValueError, match="give a whole number above 0"):
+        Pattention(8, 8, tokens)
+
+
+def test_a_layer_refuses_an_unknown_theta_and_whole_numbers():
+    with pytest.raises(ValueError, match="theta is 'gelu'"):
+        Pattention(8, 8, 4, theta="gelu")
+    with pytest.raises(TypeError, match="floating point"):
+        Pattention(8, 8, 4)(torch.ones(2, 8, dtype=torch.long))
+
+
 def test_every_published_count_is_a_preset_and_the_other_way_round():
     assert set(presets()) >= set(PUBLISHED)
 

@@ -8,7 +8,7 @@ tokenformer info runs/demo
 import argparse
 from pathlib import Path
 
-from tokenformer.config import PROJECTIONS, ModelConfig
+from tokenformer.config import PROJECTIONS, ModelConfig, presets
 from tokenformer.errors import UserError
 from tokenformer.terminal import table
 
@@ -34,9 +34,22 @@ def model_config(source: list[str]) -> ModelConfig:
 
     overrides = [word for word in source if "=" in word]
     names = [word for word in source if "=" not in word]
-    if len(names) == 1 and not overrides and (Path(names[0]).is_dir() or names[0].endswith((".bin", ".pt"))):
-        return read_config(names[0])
-    return load_config(*names, overrides=overrides).model
+    weights = [n for n in names if Path(n).is_dir() or n.endswith((".bin", ".pt")) or _hub_name(n)]
+    configs = [n for n in names if n not in weights]
+    if weights and configs:  # the weights' own config, as `convert` takes it
+        return load_config(*configs, overrides=overrides).model
+    if weights and overrides:
+        raise UserError(f"{weights[0]} holds weights, which overrides cannot change: leave {overrides[0]} out")
+    if len(weights) > 1:
+        raise UserError(f"{weights[1]} is a second model: give one at a time")
+    return read_config(weights[0]) if weights else load_config(*names, overrides=overrides).model
+
+
+def _hub_name(name: str) -> bool:
+    """`owner/model`, and neither a file nor what looks like a preset."""
+    owner, slash, model = name.partition("/")
+    folders = {preset.split("/")[0] for preset in presets()}
+    return bool(slash and model and "/" not in model) and not Path(name).exists() and owner not in folders
 
 
 def parse_length(text: str) -> int:

@@ -238,7 +238,7 @@ def read_description(prefix: Path) -> dict | None:
     entries = description.get("files")
     names = {prefix.name + ".bin", prefix.name + ".idx"}
     if description.get("format") != 1 or not isinstance(entries, dict) or set(entries) != names:
-        if "checksum" not in description and "format" not in description:
+        if description and not {"checksum", "format"} & description.keys():
             return None  # some other file of that name
         raise UserError(f"{path} does not describe {prefix.name}: restore it, or delete it to do without its checks")
     return description

@@ -24,7 +24,8 @@ def merge(paths: Sequence[str | Path], out: str | Path, seen: Callable[[int], ob
 
     The merged shards are, byte for byte, what `prepare` makes without shards. `out` is a path with the new name.
     """
-    sets = [Indexed(p) for p in _shards_in_order([indexed.find_prefix(p) for p in paths])]
+    prefixes = list(dict.fromkeys(indexed.find_prefix(p).resolve() for p in paths))  # a set's files name it once
+    sets = [Indexed(p) for p in _shards_in_order(prefixes)]
     for other in sets[1:]:
         if other.dtype != sets[0].dtype:
             raise UserError(

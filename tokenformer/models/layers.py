@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
 from tokenformer.ops.attention import attention
-from tokenformer.ops.pattention import Segments, normalise, pattention, pattention_group
+from tokenformer.ops.pattention import THETAS, Segments, normalise, pattention, pattention_group
 from tokenformer.ops.rotary import rotate
 
 
@@ -49,7 +49,11 @@ class Pattention(nn.Module):
         tau: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        sizes = [tokens] if isinstance(tokens, int) else list(tokens)
+        sizes = list(tokens) if isinstance(tokens, Sequence) else [tokens]
+        if not sizes or any(type(n) is not int or n < 1 for n in sizes):
+            raise ValueError(f"tokens is {tokens}: give a whole number above 0, or a list of them (segments)")
+        if theta not in THETAS:
+            raise ValueError(f"theta is '{theta}', not one of {', '.join(THETAS)}")
         scales = [math.sqrt(n) for n in sizes] if tau is None else list(tau)
         self.theta = theta
         segments = [Segment(d_in, d_out, n, t) for n, t in zip(sizes, scales, strict=True)]
@@ -67,6 +71,8 @@ class Pattention(nn.Module):
         return [(s.key_tokens.to(dtype), s.value_tokens.to(dtype), s.tau) for s in self.segments]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not x.is_floating_point():
+            raise TypeError(f"a Pattention reads floating point numbers, not {x.dtype}")
         return pattention(x, self.parts(x.dtype), theta=self.theta, mask=mask)
 
     def activations(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")
 Segments = Sequence[tuple[Tensor, Tensor, float]]  # keys (N, D), values (N, E), τ
 
 
@@ -83,7 +84,7 @@ def _total(score_TN: Tensor, theta: str) -> Tensor:
         return score_TN.abs().sum(-1, keepdim=True)
     if theta in ("l2_norm_gelu", "gelu_l2_norm"):
         return score_TN.square().sum(-1, keepdim=True)
-    raise ValueError(f"theta is '{theta}', not one of l2_norm_gelu, gelu_l2_norm, softmax, l1_norm_gelu")
+    raise ValueError(f"theta is '{theta}', not one of {', '.join(THETAS)}")
 
 
 def _over(total_T1: Tensor, scale: float, power: float) -> Tensor:
