@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
 from tokenformer.ops.attention import attention
-from tokenformer.ops.pattention import THETAS, Segments, normalise, pattention, pattention_group
+from tokenformer.ops.pattention import THETAS, Segments, backend, fused, normalise, pattention, pattention_group
 from tokenformer.ops.rotary import rotate
 
 
@@ -67,7 +67,7 @@ class Pattention(nn.Module):
             nn.init.normal_(segment.key_tokens, std=0.02)
             nn.init.normal_(segment.value_tokens, std=len(segment.value_tokens) ** -0.5)
 
-    def parts(self, dtype: torch.dtype) -> Segments:
+    def parts(self, dtype: torch.dtype | None) -> Segments:
         return [(s.key_tokens.to(dtype), s.value_tokens.to(dtype), s.tau) for s in self.segments]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -137,14 +137,19 @@ class Attention(nn.Module):
         self.value = projection(config, layer, "qkv", d_kv)
         self.proj = projection(config, layer, "proj", config.dim)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor | None, cache) -> Tensor:
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.qkv(x_BTD))  # (B, H, T, C)
+    def forward(self, x_BTD: Tensor, *context) -> Tensor:
+        return self.proj(self.attend(self.qkv(x_BTD), *context))
+
+    def attend(
+        self, qkv: Sequence[Tensor], rotary: tuple[Tensor, Tensor], documents: Tensor | None = None, cache=None
+    ) -> Tensor:
+        """q, k and v (B, T, D) → what each position sees (B, T, D)."""
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in qkv)  # (B, H, T, C)
         q, k, mask = rotate(q, *rotary), rotate(k, *rotary), None
         if cache is not None:
             mask = cache.mask
             k, v = cache.update(self.layer, k, v)
-        seen = attention(q, k, v, documents_BT=documents, mask=mask)
-        return self.proj(seen.transpose(1, 2).flatten(2))
+        return attention(q, k, v, documents_BT=documents, mask=mask).transpose(1, 2).flatten(2)
 
     def qkv(self, x: Tensor) -> Sequence[Tensor]:
         return project(x, [self.query, self.key, self.value])
@@ -176,5 +181,24 @@ class Block(nn.Module):
         self.ffn = projection(config, layer, "ffn", config.dim) if config.kind == "tokenformer" else MLP(config)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor | None = None, cache=None) -> Tensor:
+        if self.streams(x):
+            return self.stream(x, rotary, documents, cache)
         x = x + self.attention(self.attention_norm(x), rotary, documents, cache)
         return x + self.ffn(self.ffn_norm(x))
+
+    def streams(self, x: Tensor) -> bool:
+        """Whether `stream` computes the same, and gains by it: training on kernels."""
+        plain = type(self.ffn) is Pattention and self.ffn.theta == "l2_norm_gelu"
+        return plain and x.requires_grad and backend(x) == "triton"
+
+    def stream(self, x: Tensor, *context) -> Tensor:
+        """Without norms and sums: l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels
+
+        is taken out ignore its mean, so nothing of LayerNorm is left; a product adds to the stream what it makes.
+        """
+        a, theta = self.attention, "l2_norm_gelu"
+        layers = cast(Sequence[Pattention], (a.query, a.key, a.value, a.proj, self.ffn))
+        query, key, value, proj, ffn = (layer.parts(None) for layer in layers)
+        *qkv, x = fused(x, [query, key, value], theta, centred=True, onto="fork")
+        (x,) = fused(a.attend(qkv, *context), [proj], theta, onto="residual", residual=x)
+        return fused(x, [ffn], theta, centred=True, onto="input")[0]

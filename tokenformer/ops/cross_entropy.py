@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tokenformer.errors import UserError
+from tokenformer.ops.pattention import MISSING, backend
+
 IGNORE = -100
 LOGITS = 1 << 27  # how many are held at once
 
@@ -20,16 +23,24 @@ def linear_cross_entropy(
     labels_T: Tensor,
     chunk: int | None = None,
     loss_of: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    choice: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Σ −log p(label) in fp32 or better, and how many labels counted (those that are not -100). `chunk`: rows at once.
 
     `loss_of` (hidden, weight, labels of a chunk) is another way to the sum, for a vocabulary that is split over ranks.
+    `choice`: what computes it, as in Pattention.
 
     >>> total, count = linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([3, -100]))
     >>> round(total.item(), 4), count.item()
     (2.0794, 1)
     """
     hidden_TD, labels_T = hidden_TD.flatten(0, -2), labels_T.flatten()
+    if loss_of is None and backend(hidden_TD, choice) == "triton":
+        try:
+            from tokenformer.ops.kernels.cross_entropy import fused
+        except ImportError as error:
+            raise UserError(MISSING) from error
+        return fused(hidden_TD, weight_WD, labels_T, IGNORE, chunk), (labels_T != IGNORE).sum()
     chunk = chunk or max(1, LOGITS // len(weight_WD))
     pairs = list(zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True))
     one = loss_of or _chunk

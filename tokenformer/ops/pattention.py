@@ -1,27 +1,43 @@
-"""Pattention, y = Θ(x·Kᵀ)·V: data tokens attend to parameter tokens. This reference is the specification.
+"""Pattention, y = Θ(x·Kᵀ)·V: data tokens attend to parameter tokens. The reference here is the specification.
 
 Unusual: a layer is a list of segments, each normalised by itself with its own τ, their outputs added; one segment is
 the paper's layer. Legend: T rows of data (any leading shape), D d_in, E d_out, N parameter tokens of one segment.
 """
 
+import functools
+import importlib.util
+import os
+import warnings
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenformer.errors import UserError
+
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")
+BACKENDS = ("auto", "reference", "triton")
+CHOICE = os.environ.get("TOKENFORMER_PATTENTION", "auto")  # what computes it where a call does not say
+MISSING = "triton is not installed: pip install 'tokenformer[kernels]'"
 Segments = Sequence[tuple[Tensor, Tensor, float]]  # keys (N, D), values (N, E), τ
 
 
-def pattention(x_TD: Tensor, segments: Segments, *, theta: str = "l2_norm_gelu", mask: Tensor | None = None) -> Tensor:
+def pattention(
+    x_TD: Tensor,
+    segments: Segments,
+    *,
+    theta: str = "l2_norm_gelu",
+    mask: Tensor | None = None,
+    choice: str | None = None,
+) -> Tensor:
     """One Pattention. `mask` (ΣN,) or (…, ΣN), True = counts: a masked token counts in no sum, and τ stays.
 
     >>> keys, values = torch.eye(2), torch.eye(2)
     >>> pattention(torch.tensor([3.0, 4.0]), [(keys, values, 5.0)])  # gelu([3, 4] · 5 / 5)
     tensor([2.9959, 3.9999])
     """
-    return pattention_group(x_TD, [segments], theta=theta, masks=[mask])[0]
+    return pattention_group(x_TD, [segments], theta=theta, masks=[mask], choice=choice)[0]
 
 
 def pattention_group(
@@ -30,8 +46,15 @@ def pattention_group(
     *,
     theta: str = "l2_norm_gelu",
     masks: Sequence[Tensor | None] | None = None,
+    choice: str | None = None,
 ) -> list[Tensor]:
-    """Several Pattentions of one input (q, k and v), the scores of all of them in one product."""
+    """Several Pattentions of one input (q, k and v), the scores of all of them in one product.
+
+    `choice` of auto, reference or triton: what computes it (see `backend`).
+    """
+    masked = masks is not None and any(mask is not None for mask in masks)
+    if backend(x_TD, choice, masked) == "triton":
+        return fused(x_TD, members, theta)
     keys = [key_ND for segments in members for key_ND, _, _ in segments]
     scores = iter((x_TD @ (keys[0] if len(keys) == 1 else torch.cat(keys)).T).split([len(k) for k in keys], dim=-1))
     outputs = []
@@ -91,6 +114,53 @@ def _over(total_T1: Tensor, scale: float, power: float) -> Tensor:
     """scale / total^power; 0 with zero gradient where the total is 0 (the inner `where` keeps NaN out of backward)."""
     zero = total_T1 == 0
     return torch.where(zero, 0, scale * torch.where(zero, 1, total_T1).pow(-power))
+
+
+def backend(x: Tensor, choice: str | None = None, masked: bool = False) -> str:
+    """What computes a Pattention of x: "triton" where it can, else "reference". `choice` forces one of them; where it
+
+    is not given, the environment variable TOKENFORMER_PATTENTION does.
+    """
+    choice = choice or CHOICE
+    if choice == "reference" or (choice == "auto" and (x.device.type == "cpu" or masked)):
+        return "reference"
+    return _found(choice, x.device.type, x.device.index, x.dtype, masked)
+
+
+@torch.compiler.assume_constant_result
+def _found(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool) -> str:
+    return _look(choice, device, index, dtype, masked)
+
+
+@functools.cache
+def _look(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool) -> str:
+    """Says once why a GPU does not get its kernels; refuses what was asked for and cannot be."""
+    if choice not in BACKENDS:
+        raise UserError(f"Pattention's backend is '{choice}': give one of {', '.join(BACKENDS)}")
+    reason = "masks are computed by the reference" if masked else ""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        reason = f"there are none for {dtype}"
+    elif device == "cuda" and torch.cuda.get_device_capability(index) < (8, 0):
+        reason = f"{torch.cuda.get_device_name(index)} is older than they were tried on (compute capability 8.0)"
+    elif not importlib.util.find_spec("triton"):
+        reason = MISSING
+    elif device != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+        reason = f"they do not run on {device}"
+    if not reason:
+        return "triton"
+    if choice == "triton":
+        raise UserError(f"Pattention's kernels were asked for, but {reason}")
+    warnings.warn(f"Pattention is computed by the reference, without kernels: {reason}", stacklevel=2)
+    return "reference"
+
+
+def fused(x_TD: Tensor, members: Sequence[Segments], theta: str, **how) -> list[Tensor]:
+    """`pattention_group` by kernels; what else they can do: ops/kernels/pattention.py."""
+    try:
+        from tokenformer.ops.kernels import pattention as kernels
+    except ImportError as error:
+        raise UserError(MISSING) from error
+    return kernels.fused(x_TD, members, theta, **how)
 
 
 def flops(rows: int, d_in: int, d_out: int, tokens: int) -> int:

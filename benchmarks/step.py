@@ -1,0 +1,237 @@
+"""A training step (forward, backward, AdamW; bf16, random ids) of our models and of their rivals, in one run.
+
+  python benchmarks/step.py [--cells lm/150m:kernels:16 official-checkpointed:16 …] [--profile] [--out FILE]
+
+A cell is who:how:samples[:context]. Who: one of our presets (`+4` behind it: in the four segments of the growth
+chain), `official` (the released code's formulation written again: every projection by itself, full logits) or
+`gpt-neox` (transformers' own of 160M). How: `kernels` and `reference` (compiled, ours), `eager`, `checkpointed` or
+`compiled` (rivals). Prints JSON lines and a table; MFU against 989 TFLOP/s, attention counted causally once and, beside
+it, the usual double count.
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tokenformer.config import ModelConfig, load
+from tokenformer.models import LanguageModel
+from tokenformer.models.cost import cost
+from tokenformer.ops import pattention as ops
+from tokenformer.ops.rotary import angles, rotate
+
+PEAK = 989e12
+CELLS = [
+    "official:checkpointed:16",
+    "official:eager:16",
+    "official:compiled:16",
+    "gpt-neox:compiled:16",
+    "baseline/124m:reference:16:2048",
+    "lm/150m:reference:16",
+    "lm/150m:kernels:16",
+    "lm/150m:kernels:64",
+    "lm/1.5b:kernels:8",
+    "grow/354m:kernels:32",
+    "grow/1.4b:kernels:16",
+    "grow/1.4b+4:kernels:16",
+]
+CHAIN = {"qkv_tokens": [576, 1564, 2710, 3770], "proj_tokens": [576, 1564, 2710, 3770]}
+CHAIN["ffn_tokens"] = [4 * n for n in CHAIN["qkv_tokens"]]
+
+
+class OfficialPattention(nn.Module):
+    def __init__(self, dim: int, tokens: int) -> None:
+        super().__init__()
+        self.keys, self.values = (nn.Parameter(torch.randn(tokens, dim) * 0.02) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x @ self.keys.to(x.dtype).T
+        scores = scores / scores.norm(p=2, dim=-1, keepdim=True) * math.sqrt(scores.shape[-1])
+        return F.gelu(scores) @ self.values.to(x.dtype)
+
+
+class OfficialBlock(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.c, sizes = c, (c.qkv_tokens, c.qkv_tokens, c.qkv_tokens, c.proj_tokens, c.ffn_tokens)
+        self.query, self.key, self.value, self.proj, self.ffn = (OfficialPattention(c.dim, int(n)) for n in sizes)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        seen = F.layer_norm(x, (self.c.dim,), eps=1e-5)
+        q, k, v = (
+            p(seen).unflatten(-1, (self.c.heads, -1)).transpose(1, 2) for p in (self.query, self.key, self.value)
+        )
+        out = F.scaled_dot_product_attention(rotate(q, *rotary), rotate(k, *rotary), v, is_causal=True)
+        x = x + self.proj(out.transpose(1, 2).flatten(2))
+        return x + self.ffn(F.layer_norm(x, (self.c.dim,), eps=1e-5))
+
+
+class Official(nn.Module):
+    def __init__(self, c: ModelConfig, checkpointed: bool) -> None:
+        super().__init__()
+        self.c, self.checkpointed = c, checkpointed
+        self.embedding, self.norm = nn.Embedding(c.vocab, c.dim), nn.LayerNorm(c.dim)
+        self.blocks = nn.ModuleList(OfficialBlock(c) for _ in range(c.layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids).bfloat16()
+        rotary = angles(torch.arange(ids.shape[1], device=ids.device), self.c.rotary_dims, self.c.rotary_base)
+        for block in self.blocks:
+            x = checkpoint(block, x, rotary, use_reentrant=False) if self.checkpointed else block(x, rotary)
+        x = F.layer_norm(x, (self.c.dim,), self.norm.weight.bfloat16(), self.norm.bias.bfloat16())
+        logits = x @ self.embedding.weight.bfloat16().T
+        return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+
+class Ours(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.model = LanguageModel(c)
+        self.model.to_empty(device="cuda").compute_dtype = torch.bfloat16
+        with torch.no_grad():
+            for p in self.parameters():
+                p.normal_(std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out = self.model(ids, labels=ids)
+        return out.loss_sum / ids.numel()
+
+
+class NeoX(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+        sizes = {"hidden_size": c.dim, "num_hidden_layers": c.layers, "num_attention_heads": c.heads}
+        config = GPTNeoXConfig(**sizes, intermediate_size=4 * c.dim, vocab_size=c.vocab, max_position_embeddings=2048)
+        config._attn_implementation = "sdpa"
+        config.use_cache = False
+        self.model = GPTNeoXForCausalLM(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.model(ids, labels=ids).loss
+
+
+def build(who: str, how: str, context: int | None) -> tuple[nn.Module, ModelConfig, float]:
+    """The model on the GPU, its shape, and FLOPs of a token but for attention."""
+    preset, _, cut = who.partition("+")
+    keys = {"context": context} if context else {}
+    c = load(preset if "/" in preset else "lm/150m").model
+    c = ModelConfig(**{**{f: getattr(c, f) for f in c.__dataclass_fields__}, **keys, **(CHAIN if cut else {})})
+    if who == "official":
+        with torch.device("cuda"):
+            model = Official(c, checkpointed=how == "checkpointed")
+    elif who == "gpt-neox":
+        with torch.device("cuda"):
+            model = NeoX(c)
+        return model, c, 6 * sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed_in" not in n)
+    else:
+        model = Ours(c)
+        ops.CHOICE = (
+            "triton" if how == "kernels" and c.kind == "tokenformer" else "auto" if how == "kernels" else "reference"
+        )
+        for block in model.model.blocks:
+            block.compile(dynamic=False)
+    if how == "compiled":
+        model.compile(dynamic=False)
+    return model, c, 3 * cost(c).parameter_flops
+
+
+def measure(cell: str, repeats: int, profile: Path | None) -> dict:
+    who, how, samples, *rest = cell.split(":")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, c, flops = build(who, how, int(rest[0]) if rest else None)
+    if who == "gpt-neox":
+        model.compile(dynamic=False)
+    ids = torch.randint(c.vocab, (int(samples), c.context), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(4):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            step()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / 1000 / repeats)
+    taken, attention = sorted(times)[1], 6 * c.layers * c.dim * c.context
+    if profile:
+        table(step, profile / (cell.replace("/", "-").replace(":", "-") + ".txt"))
+    tokens = ids.numel() / taken
+    return {
+        "name": "training step", "model": cell, "value": round(tokens), "unit": "tokens/s", "context": c.context,
+        "mfu": round(tokens * (flops + attention) / PEAK, 4),
+        "mfu_double_count": round(tokens * (flops + 2 * attention) / PEAK, 4),
+        "milliseconds": round(taken * 1000, 2), "spread": round((max(times) - min(times)) / taken, 4),
+        "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2), "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "commit": os.environ.get("COMMIT") or commit(),
+    }  # fmt: skip
+
+
+def table(step, path: Path) -> None:
+    """Where the time of a step goes, by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    rows = sorted(trace.key_averages(), key=lambda e: -e.self_device_time_total)
+    lines = [f"{e.self_device_time_total / 3000:9.3f} ms {e.count // 3:5d}  {e.key[:150]}" for e in rows[:60]]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def commit() -> str:
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", default=CELLS)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--profile", type=Path, help="folder for a table of kernels for each cell")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    lines = []
+    for cell in args.cells:
+        try:
+            line = measure(cell, args.repeats, args.profile)
+        except torch.OutOfMemoryError as error:
+            line = {"name": "training step", "model": cell, "error": str(error)[:200]}
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+        if args.out:
+            args.out.write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
+        gc.collect()
+        torch.cuda.empty_cache()
+    for line in lines:
+        if "value" in line:
+            print(
+                f"{line['model']:36} {line['value']:>9,} tokens/s  {line['mfu']:6.1%}  {line['memory_gb']:6.1f} GB",
+                file=sys.stderr,
+            )
+
+
+if __name__ == "__main__":
+    main()

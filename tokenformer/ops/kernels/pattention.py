@@ -1,0 +1,302 @@
+"""Pattention for training: cuBLAS for its products, one kernel for Θ, one for its gradient.
+
+Unusual: what is kept for backward is the scores and one number a row and segment; Θ is computed again. All segments of
+all members (q, k, v) lie side by side in one buffer of scores, each padded to 64 columns by zero keys and values: one
+product makes all scores, and one product per member adds up its segments, onto the residual stream where there is one.
+No atomics: equal inputs give equal bits. Legend: T rows of data, D d_in, E d_out, W columns of scores, S segments.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 64  # columns that a segment is padded to
+jit: Any = triton.jit  # what it makes is beyond a type checker
+
+
+@jit
+def _normal(s, EXACT: tl.constexpr):
+    """Φ(s) and its derivative; in half precision by Abramowitz and Stegun's 7.1.26, within 1e-7."""
+    bell = tl.exp2(-0.7213475204444817 * s * s)  # exp(-s²/2)
+    if EXACT:
+        upper = 0.5 * (1.0 + tl.erf(s * 0.7071067811865476))
+    else:
+        t = 1.0 / (1.0 + 0.23164189 * tl.abs(s))
+        tail = ((((0.5307027 * t - 0.7265760) * t + 0.7107069) * t - 0.1422484) * t + 0.1274148) * t * bell
+        upper = tl.where(s < 0, tail, 1.0 - tail)
+    return upper, bell * 0.3989422804014327
+
+
+@jit
+def _rate(total, tau, THETA: tl.constexpr):
+    """What scores are multiplied by; 0 where there is nothing to normalise."""
+    safe = tl.where(total > 0, total, 1.0)
+    rate = tau * tau / safe if THETA == "l1_norm_gelu" else tau * tl.rsqrt(safe)
+    return tl.where(total > 0, rate, 0.0)
+
+
+@jit
+def _forward(
+    scores, out, totals, count, W, S, start, apart, size, which, between, many, tau,
+    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Θ of ROWS rows of one segment, and their statistic (of softmax: the logarithm of the sum)."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # last rows first: they are in the cache
+    start += (program % many) * apart
+    which += (program % many) * between
+    rows = (program // many).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    at = scores + rows[:, None] * W + start + cols[None, :]
+    to = out + rows[:, None] * W + start + cols[None, :]
+    here = rows[:, None] < count
+    a = tl.load(at, mask=here & (cols[None, :] < WIDTH), other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if THETA == "softmax":
+        peak = tl.full((ROWS,), -1e30, tl.float32)
+        for first in range(0, WIDTH, BLOCK):
+            if BLOCK < WIDTH:
+                a = tl.load(at + first, mask=here & (first + cols[None, :] < WIDTH), other=0.0).to(tl.float32)
+            counts = first + cols[None, :] < size
+            higher = tl.maximum(peak, tl.max(tl.where(counts, a, -1e30), 1))
+            total = total * tl.exp(peak - higher) + tl.sum(tl.where(counts, tl.exp(a - higher[:, None]), 0.0), 1)
+            peak = higher
+        total = peak + tl.log(total)
+    else:
+        for first in range(0, WIDTH, BLOCK):
+            if BLOCK < WIDTH:
+                a = tl.load(at + first, mask=here & (first + cols[None, :] < WIDTH), other=0.0).to(tl.float32)
+            if THETA == "l1_norm_gelu":
+                total += tl.sum(tl.abs(a), 1)
+            elif THETA == "gelu_l2_norm":
+                upper, _ = _normal(a, EXACT)
+                total += tl.sum(a * upper * a * upper, 1)
+            else:
+                total += tl.sum(a * a, 1)
+    tl.store(totals + rows * S + which, total, mask=rows < count)
+    rate = _rate(total, tau, THETA)[:, None]
+    for first in range(0, WIDTH, BLOCK):
+        inside = here & (first + cols[None, :] < WIDTH)
+        if BLOCK < WIDTH:
+            a = tl.load(at + first, mask=inside, other=0.0).to(tl.float32)
+        if THETA == "softmax":
+            p = tl.where(first + cols[None, :] < size, tl.exp(a - total[:, None]) * (tau * tau), 0.0)
+        elif THETA == "gelu_l2_norm":
+            upper, _ = _normal(a, EXACT)
+            p = a * upper * rate
+        else:
+            s = a * rate
+            upper, _ = _normal(s, EXACT)
+            p = s * upper
+        tl.store(to + first, p.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _theta(a, g, total, rate, tau, counts, THETA: tl.constexpr, EXACT: tl.constexpr):
+    """Θ(a), what is to be summed over a row's tokens, and the gradient of the scores but for that sum's share, which
+
+    is the last one returned times the sum: all of them from the scores and the gradient of Θ.
+    """
+    if THETA == "softmax":
+        p = tl.where(counts, tl.exp(a - total) * (tau * tau), 0.0)
+        return p, g * p, g * p, p
+    elif THETA == "gelu_l2_norm":
+        upper, bell = _normal(a, EXACT)
+        p, slope = a * upper * rate, upper + a * bell
+        return p, g * p, g * slope * rate, p * slope * rate
+    else:
+        s = a * rate
+        upper, bell = _normal(s, EXACT)
+        g = g * (upper + s * bell)
+        if THETA == "l1_norm_gelu":
+            return s * upper, g * s, g * rate, tl.where(a > 0, 1.0, tl.where(a < 0, -1.0, 0.0)) * rate
+        else:
+            return s * upper, g * s, g * rate, s * rate
+
+
+@jit
+def _backward(
+    scores, grads, totals, out, slopes, count, W, G, S, start, at, size, which, tau,
+    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """From the gradient of Θ that of the scores, and Θ itself again."""
+    rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)
+    place = rows[:, None] * W + start + cols[None, :]
+    given = grads + rows[:, None] * G + at + cols[None, :]
+    here = rows[:, None] < count
+    total = tl.load(totals + rows * S + which, mask=rows < count, other=0.0)[:, None]
+    rate = _rate(total, tau, THETA)
+    mine = here & (cols[None, :] < WIDTH)
+    a = tl.load(scores + place, mask=mine, other=0.0).to(tl.float32)
+    g = tl.load(given, mask=mine, other=0.0).to(tl.float32)
+    sums = tl.zeros((ROWS,), tl.float32)
+    p, summed, own, share = _theta(a, g, total, rate, tau, cols[None, :] < size, THETA, EXACT)
+    if BLOCK >= WIDTH:
+        sums += tl.sum(summed, 1)
+    else:
+        for first in range(0, WIDTH, BLOCK):
+            inside = here & (first + cols[None, :] < WIDTH)
+            a = tl.load(scores + place + first, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32)
+            p, summed, own, share = _theta(a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT)
+            sums += tl.sum(summed, 1)
+    sums = (sums / (tau * tau))[:, None]
+    for first in range(0, WIDTH, BLOCK):
+        inside = here & (first + cols[None, :] < WIDTH)
+        if BLOCK < WIDTH:
+            a = tl.load(scores + place + first, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32)
+            p, summed, own, share = _theta(a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT)
+        tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
+        tl.store(slopes + place + first, (own - share * sums).to(slopes.dtype.element_ty), mask=inside)
+
+
+def padded(size: int) -> int:
+    return -(-size // TILE) * TILE
+
+
+def columns(sizes: Sequence[int], members: Sequence[int]) -> list[slice]:
+    """Where each member's scores lie."""
+    places, segments = [0], iter(sizes)
+    for count in members:
+        places.append(places[-1] + sum(padded(next(segments)) for _ in range(count)))
+    return [slice(first, last) for first, last in itertools.pairwise(places)]
+
+
+def _shape(width: int, elements: int) -> tuple[int, int]:
+    """Rows and columns of a program's tile; longer rows are read twice, the second time from the cache."""
+    block = 1 << (width - 1).bit_length() if width <= 4096 else 2048
+    return max(1, elements // block), block
+
+
+@torch.library.custom_op("tokenformer::theta", mutates_args=())
+def theta(
+    scores: Tensor, sizes: Sequence[int], members: Sequence[int], taus: Sequence[float], kind: str
+) -> tuple[Tensor, Tensor]:
+    """Θ of scores (T, W), and the statistics (T, S) of their rows."""
+    (rows, width), count = scores.shape, len(sizes)
+    out, totals = torch.empty_like(scores), scores.new_empty(rows, count, dtype=torch.float32)
+    each = count // len(members)
+    alike = all(list(x) == list(x[:each]) * len(members) for x in (sizes, taus)) and set(members) == {each}
+    many, start = len(members) if alike else 1, 0  # one launch for a segment of all members
+    for i, size in enumerate(sizes[: count // many]):
+        height, block = _shape(padded(size), 4096)
+        if rows:
+            _forward[(triton.cdiv(rows, height) * many,)](
+                scores, out, totals, rows, width, count, start, width // many, size, i, each, many, taus[i],
+                padded(size), kind, scores.dtype == torch.float32, height, block, num_warps=4,
+            )  # fmt: skip
+        start += padded(size)
+    return out, totals
+
+
+@theta.register_fake
+def _(scores, sizes, members, taus, kind):
+    return torch.empty_like(scores), scores.new_empty(scores.shape[0], len(sizes), dtype=torch.float32)
+
+
+@torch.library.custom_op("tokenformer::theta_backward", mutates_args=())
+def theta_backward(
+    grads: Sequence[Tensor],
+    scores: Tensor,
+    totals: Tensor,
+    sizes: Sequence[int],
+    members: Sequence[int],
+    taus: Sequence[float],
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """From each member's gradient of Θ: Θ (T, W) again, and the gradient of the scores."""
+    rows, width = scores.shape
+    out, slopes = torch.empty_like(scores), torch.empty_like(scores)
+    start = which = 0
+    for grad, segments in zip(grads, members, strict=True):
+        at = 0
+        for _ in range(segments):
+            size = sizes[which]
+            height, block = _shape(padded(size), 2048)
+            if rows:
+                _backward[(triton.cdiv(rows, height),)](
+                    scores, grad, totals, out, slopes, rows, width, grad.shape[1], len(sizes), start, at, size, which,
+                    taus[which], padded(size), kind, scores.dtype == torch.float32, height, block,
+                    num_warps=4 if 2048 < padded(size) <= 4096 else 8,
+                )  # fmt: skip
+            start, at, which = start + padded(size), at + padded(size), which + 1
+    return out, slopes
+
+
+@theta_backward.register_fake
+def _(grads, scores, totals, sizes, members, taus, kind):
+    return torch.empty_like(scores), torch.empty_like(scores)
+
+
+class Fused(torch.autograd.Function):
+    """x (T, D), keys (W, D), values (columns of a member, E) → an output a member.
+
+    `onto` says what the outputs are added to, and the gradient of x with it, both inside a product: "nothing", "input"
+    (x itself), "residual", or "fork": then x is handed on as the last output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, keys: Tensor, layout: tuple, onto: str, *values: Tensor):
+        sizes, members, _, _ = layout
+        scores = x @ keys.T
+        weights, totals = theta(scores, *layout)
+        ctx.save_for_backward(x, keys, scores, totals, *values)
+        ctx.layout, ctx.onto = layout, onto
+        ctx.set_materialize_grads(False)
+        base = x if onto == "input" else residual
+        parts = zip(columns(sizes, members), values, strict=True)
+        outputs = [
+            weights[:, place] @ v if base is None else torch.addmm(base, weights[:, place], v) for place, v in parts
+        ]
+        return *outputs, *([x.view_as(x)] if onto == "fork" else [])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None):
+        x, keys, scores, totals, *values = ctx.saved_tensors
+        sizes, members, _, _ = ctx.layout
+        own = [
+            x.new_zeros(len(x), v.shape[1]) if g is None else g.contiguous()
+            for g, v in zip(grads, values, strict=False)
+        ]
+        weights, slopes = theta_backward(
+            [g @ v.T for g, v in zip(own, values, strict=True)], scores, totals, *ctx.layout
+        )
+        base = grads[-1] if ctx.onto in ("input", "fork") else None
+        dx = slopes @ keys if base is None else torch.addmm(base, slopes, keys)
+        dvalues = [weights[:, place].T @ g for place, g in zip(columns(sizes, members), own, strict=True)]
+        return dx, own[0] if ctx.onto == "residual" else None, slopes.T @ x, None, None, *dvalues
+
+
+def fused(
+    x: Tensor,
+    members: Sequence[Sequence[tuple[Tensor, Tensor, float]]],
+    theta: str,
+    *,
+    centred: bool = False,
+    onto: str = "nothing",
+    residual: Tensor | None = None,
+) -> list[Tensor]:
+    """`pattention_group`; `centred` takes the mean out of each key. `onto` and `residual`: see Fused."""
+    flat, shape = x.flatten(0, -2), x.shape[:-1]
+    keys = [key - key.mean(-1, keepdim=True) if centred else key for segments in members for key, _, _ in segments]
+    sizes = tuple(len(key) for key in keys)
+    layout = (sizes, tuple(map(len, members)), tuple(tau for m in members for *_, tau in m), theta)
+    values = [_stack([value for _, value, _ in segments], x.dtype) for segments in members]
+    base = None if residual is None else residual.flatten(0, -2)
+    outputs = Fused.apply(flat, base, _stack(keys, x.dtype), layout, onto, *values)
+    return [out.unflatten(0, shape) for out in outputs]
+
+
+def _stack(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Each with zero rows up to the next tile."""
+    parts = [
+        F.pad(part.to(dtype), (0, 0, 0, -len(part) % TILE)) if len(part) % TILE else part.to(dtype) for part in parts
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
