@@ -81,12 +81,12 @@ class Official(nn.Module):
         self.c, self.checkpointed = c, checkpointed
         self.embedding, self.norm = nn.Embedding(c.vocab, c.dim), nn.LayerNorm(c.dim)
         self.blocks = nn.ModuleList(OfficialBlock(c) for _ in range(c.layers))
+        self.rotary = angles(torch.arange(c.context), c.rotary_dims, c.rotary_base)  # made once, as it does
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids).bfloat16()
-        rotary = angles(torch.arange(ids.shape[1], device=ids.device), self.c.rotary_dims, self.c.rotary_base)
         for block in self.blocks:
-            x = checkpoint(block, x, rotary, use_reentrant=False) if self.checkpointed else block(x, rotary)
+            x = checkpoint(block, x, self.rotary, use_reentrant=False) if self.checkpointed else block(x, self.rotary)
         x = F.layer_norm(x, (self.c.dim,), self.norm.weight.bfloat16(), self.norm.bias.bfloat16())
         logits = x @ self.embedding.weight.bfloat16().T
         return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())

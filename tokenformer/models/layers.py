@@ -144,8 +144,9 @@ class Attention(nn.Module):
         self, qkv: Sequence[Tensor], rotary: tuple[Tensor, Tensor], documents: Tensor | None = None, cache=None
     ) -> Tensor:
         """q, k and v (B, T, D) → what each position sees (B, T, D)."""
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in qkv)  # (B, H, T, C)
-        q, k, mask = rotate(q, *rotary), rotate(k, *rotary), None
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in qkv)  # (B, T, H, C): so it stays in memory
+        q, k = rotate(q, *rotary, heads=2), rotate(k, *rotary, heads=2)
+        q, k, v, mask = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None
         if cache is not None:
             mask = cache.mask
             k, v = cache.update(self.layer, k, v)

@@ -21,11 +21,11 @@ def angles(positions_T: Tensor, dims: int, base: float, dtype: torch.dtype = tor
     return angle_TA.cos(), angle_TA.sin()
 
 
-def rotate(x_BHTC: Tensor, cos_TA: Tensor, sin_TA: Tensor) -> Tensor:
-    """Turn the first 2·A channels of x (B, H, T, C) by angles (T, A) or (B, T, A)."""
-    if cos_TA.ndim == 3:
-        cos_TA, sin_TA = cos_TA[:, None], sin_TA[:, None]  # one angle a sample, the same for all heads
+def rotate(x: Tensor, cos_TA: Tensor, sin_TA: Tensor, heads: int = 1) -> Tensor:
+    """Turn the first 2·A channels of x (B, H, T, C), or (B, T, H, C) with heads=2, by angles (T, A) or (B, T, A)."""
+    if heads == 2 or cos_TA.ndim == 3:  # one angle a position or sample, the same for all heads
+        cos_TA, sin_TA = cos_TA.unsqueeze(-2 if heads == 2 else 1), sin_TA.unsqueeze(-2 if heads == 2 else 1)
     half = cos_TA.shape[-1]
-    first, second, rest = x_BHTC.split([half, half, x_BHTC.shape[-1] - 2 * half], dim=-1)
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     turned = (first * cos_TA - second * sin_TA, second * cos_TA + first * sin_TA)
-    return torch.cat([*(t.to(x_BHTC.dtype) for t in turned), rest], dim=-1)
+    return torch.cat([*(t.to(x.dtype) for t in turned), rest], dim=-1)

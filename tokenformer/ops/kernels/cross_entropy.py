@@ -21,14 +21,14 @@ def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, 
     label = tl.load(labels + row)
     counts = label != ignore
     at = logits + row * W
-    cols = tl.arange(0, BLOCK)
-    peak = tl.full((BLOCK,), -1e30, tl.float32)  # of each lane: lanes meet once, at the end
-    total = tl.zeros((BLOCK,), tl.float32)
+    cols = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]  # a line of 8 is a thread's own
+    peak = tl.full((BLOCK // 8,), -1e30, tl.float32)  # lines meet once, at the end
+    total = tl.zeros((BLOCK // 8,), tl.float32)
     for i in range(0, tl.cdiv(W, BLOCK)):
         inside = i * BLOCK + cols < W
         a = tl.where(inside, tl.load(at + i * BLOCK + cols, mask=inside, other=0.0).to(tl.float32), -1e30)
-        higher = tl.maximum(peak, a)
-        total = total * tl.exp(peak - higher) + tl.exp(a - higher)
+        higher = tl.maximum(peak, tl.max(a, 1))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(a - higher[:, None]), 1)
         peak = higher
     top = tl.max(peak, 0)
     log_sum = top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
@@ -56,29 +56,32 @@ def linear_cross_entropy(
     for first in range(0, len(hidden), chunk):
         rows, here = hidden[first : first + chunk], slice(first, first + chunk)
         part = torch.mm(rows, weight.T, out=logits[: len(rows)])
-        _loss[(len(rows),)](part, labels[here], losses[here], ignore, len(weight), 4096, grad, num_warps=8)
+        _loss[(len(rows),)](part, labels[here], losses[here], ignore, len(weight), 8192, grad, num_warps=8)
         if grad:
             torch.mm(part, weight, out=dhidden[here])
             if wide:
-                dweight = torch.addmm(dweight, part.T, rows, out_dtype=torch.float32)
+                torch.addmm(dweight, part.T, rows, out_dtype=torch.float32, out=dweight)
             else:
                 dweight.addmm_(part.T.float(), rows.float())
-    return [losses.sum(), dhidden, dweight.to(weight.dtype)]
+    return [losses.sum(), dhidden, dweight]
 
 
 @linear_cross_entropy.register_fake
 def _(hidden, weight, labels, ignore, chunk, grad):
     nothing = hidden.new_empty(0)
-    grads = [torch.empty_like(hidden), torch.empty_like(weight)] if grad else [nothing, weight.new_empty(0)]
-    return [hidden.new_empty((), dtype=torch.float32), *grads]
+    dweight = torch.empty_like(weight, dtype=torch.float32) if grad else nothing.float()
+    return [hidden.new_empty((), dtype=torch.float32), torch.empty_like(hidden) if grad else nothing, dweight]
 
 
 def _keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
+    ctx.dtype = inputs[1].dtype
 
 
 def _chain(ctx: Any, gradients: list[Tensor]) -> tuple:
-    return *(part * gradients[0].to(part.dtype) for part in ctx.saved_tensors), None, None, None, None
+    dhidden, dweight = ctx.saved_tensors
+    scaled = (dhidden.float() * gradients[0]).to(dhidden.dtype), (dweight * gradients[0]).to(ctx.dtype)
+    return *scaled, None, None, None, None
 
 
 linear_cross_entropy.register_autograd(_chain, setup_context=_keep)

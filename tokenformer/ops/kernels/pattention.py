@@ -21,16 +21,41 @@ jit: Any = triton.jit  # what it makes is beyond a type checker
 
 
 @jit
-def _normal(s, EXACT: tl.constexpr):
-    """Φ(s) and its derivative; in half precision by Abramowitz and Stegun's 7.1.26, within 1e-7."""
-    bell = tl.exp2(-0.7213475204444817 * s * s)  # exp(-s²/2)
+def _exp2(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@jit
+def _inverse(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@jit
+def _gelu(s, EXACT: tl.constexpr, FAST: tl.constexpr):
+    """gelu(s) and its slope; in half precision by Abramowitz and Stegun's 7.1.26 (Φ within 1e-7).
+
+    FAST: by the GPU's own instructions, which the interpreter has not.
+    """
+    bell = _exp2(s * (-0.7213475204444817 * s), FAST)  # exp(-s²/2)
     if EXACT:
         upper = 0.5 * (1.0 + tl.erf(s * 0.7071067811865476))
+        return s * upper, upper + s * bell * 0.3989422804014327
     else:
-        t = 1.0 / (1.0 + 0.23164189 * tl.abs(s))
-        tail = ((((0.5307027 * t - 0.7265760) * t + 0.7107069) * t - 0.1422484) * t + 0.1274148) * t * bell
+        size = tl.abs(s)
+        t = _inverse(1.0 + 0.23164189 * size, FAST)
+        tail = ((((0.5307027 * t - 0.7265760) * t + 0.7107069) * t - 0.1422484) * t + 0.1274148) * (t * bell)
         upper = tl.where(s < 0, tail, 1.0 - tail)
-    return upper, bell * 0.3989422804014327
+        return tl.maximum(s, 0.0) - size * tail, upper + s * (bell * 0.3989422804014327)
 
 
 @jit
@@ -44,7 +69,8 @@ def _rate(total, tau, THETA: tl.constexpr):
 @jit
 def _forward(
     scores, out, totals, count, W, S, start, apart, size, which, between, many, tau,
-    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Θ of ROWS rows of one segment, and their statistic (of softmax: the logarithm of the sum)."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # last rows first: they are in the cache
@@ -74,8 +100,8 @@ def _forward(
             if THETA == "l1_norm_gelu":
                 total += tl.sum(tl.abs(a), 1)
             elif THETA == "gelu_l2_norm":
-                upper, _ = _normal(a, EXACT)
-                total += tl.sum(a * upper * a * upper, 1)
+                b, _ = _gelu(a, EXACT, FAST)
+                total += tl.sum(b * b, 1)
             else:
                 total += tl.sum(a * a, 1)
     tl.store(totals + rows * S + which, total, mask=rows < count)
@@ -87,42 +113,41 @@ def _forward(
         if THETA == "softmax":
             p = tl.where(first + cols[None, :] < size, tl.exp(a - total[:, None]) * (tau * tau), 0.0)
         elif THETA == "gelu_l2_norm":
-            upper, _ = _normal(a, EXACT)
-            p = a * upper * rate
+            p, _ = _gelu(a, EXACT, FAST)
+            p *= rate
         else:
-            s = a * rate
-            upper, _ = _normal(s, EXACT)
-            p = s * upper
+            p, _ = _gelu(a * rate, EXACT, FAST)
         tl.store(to + first, p.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
-def _theta(a, g, total, rate, tau, counts, THETA: tl.constexpr, EXACT: tl.constexpr):
-    """Θ(a), what is to be summed over a row's tokens, and the gradient of the scores but for that sum's share, which
+def _theta(a, g, total, rate, tau, counts, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr):
+    """From scores and the gradient of Θ: Θ, what is summed over a row, and `own`, `share`, `factor`, with which
 
-    is the last one returned times the sum: all of them from the scores and the gradient of Θ.
+    the gradient of the scores is (own − share · sum / τ²) · factor.
     """
     if THETA == "softmax":
         p = tl.where(counts, tl.exp(a - total) * (tau * tau), 0.0)
-        return p, g * p, g * p, p
+        return p, g * p, g, 1.0, p
     elif THETA == "gelu_l2_norm":
-        upper, bell = _normal(a, EXACT)
-        p, slope = a * upper * rate, upper + a * bell
-        return p, g * p, g * slope * rate, p * slope * rate
+        b, slope = _gelu(a, EXACT, FAST)
+        p = b * rate
+        return p, g * p, g, p, slope * rate
     else:
         s = a * rate
-        upper, bell = _normal(s, EXACT)
-        g = g * (upper + s * bell)
+        p, slope = _gelu(s, EXACT, FAST)
+        g = g * slope
         if THETA == "l1_norm_gelu":
-            return s * upper, g * s, g * rate, tl.where(a > 0, 1.0, tl.where(a < 0, -1.0, 0.0)) * rate
+            return p, g * s, g, tl.where(a > 0, 1.0, tl.where(a < 0, -1.0, 0.0)), rate
         else:
-            return s * upper, g * s, g * rate, s * rate
+            return p, g * s, g, s, rate
 
 
 @jit
 def _backward(
     scores, grads, totals, out, slopes, count, W, G, S, start, at, size, which, tau,
-    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of Θ that of the scores, and Θ itself again."""
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -136,7 +161,7 @@ def _backward(
     a = tl.load(scores + place, mask=mine, other=0.0).to(tl.float32)
     g = tl.load(given, mask=mine, other=0.0).to(tl.float32)
     sums = tl.zeros((ROWS,), tl.float32)
-    p, summed, own, share = _theta(a, g, total, rate, tau, cols[None, :] < size, THETA, EXACT)
+    p, summed, own, share, factor = _theta(a, g, total, rate, tau, cols[None, :] < size, THETA, EXACT, FAST)
     if BLOCK >= WIDTH:
         sums += tl.sum(summed, 1)
     else:
@@ -144,7 +169,9 @@ def _backward(
             inside = here & (first + cols[None, :] < WIDTH)
             a = tl.load(scores + place + first, mask=inside, other=0.0).to(tl.float32)
             g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32)
-            p, summed, own, share = _theta(a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT)
+            p, summed, own, share, factor = _theta(
+                a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
+            )
             sums += tl.sum(summed, 1)
     sums = (sums / (tau * tau))[:, None]
     for first in range(0, WIDTH, BLOCK):
@@ -152,9 +179,11 @@ def _backward(
         if BLOCK < WIDTH:
             a = tl.load(scores + place + first, mask=inside, other=0.0).to(tl.float32)
             g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32)
-            p, summed, own, share = _theta(a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT)
+            p, summed, own, share, factor = _theta(
+                a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
+            )
         tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
-        tl.store(slopes + place + first, (own - share * sums).to(slopes.dtype.element_ty), mask=inside)
+        tl.store(slopes + place + first, ((own - share * sums) * factor).to(slopes.dtype.element_ty), mask=inside)
 
 
 def padded(size: int) -> int:
@@ -169,10 +198,14 @@ def columns(sizes: Sequence[int], members: Sequence[int]) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(places)]
 
 
-def _shape(width: int, elements: int) -> tuple[int, int]:
-    """Rows and columns of a program's tile; longer rows are read twice, the second time from the cache."""
-    block = 1 << (width - 1).bit_length() if width <= 4096 else 2048
-    return max(1, elements // block), block
+def _tile(width: int) -> dict[str, int]:
+    """Of a program: rows, columns, warps. Threads read 8 columns at a time, and a warp 256: few of them should be idle.
+
+    Rows over 16384 columns are read twice, the second time from the cache.
+    """
+    block = 1 << (width - 1).bit_length() if width <= 16384 else 4096
+    warps = min(16, max(1, (width & -width) // 256)) if width <= 4096 else 8 if width <= 8192 else 16
+    return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": warps}
 
 
 @torch.library.custom_op("tokenformer::theta", mutates_args=())
@@ -186,11 +219,11 @@ def theta(
     alike = all(list(x) == list(x[:each]) * len(members) for x in (sizes, taus)) and set(members) == {each}
     many, start = len(members) if alike else 1, 0  # one launch for a segment of all members
     for i, size in enumerate(sizes[: count // many]):
-        height, block = _shape(padded(size), 4096)
+        tile = _tile(padded(size))
         if rows:
-            _forward[(triton.cdiv(rows, height) * many,)](
+            _forward[(triton.cdiv(rows, tile["ROWS"]) * many,)](
                 scores, out, totals, rows, width, count, start, width // many, size, i, each, many, taus[i],
-                padded(size), kind, scores.dtype == torch.float32, height, block, num_warps=4,
+                padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, **tile,
             )  # fmt: skip
         start += padded(size)
     return out, totals
@@ -219,12 +252,11 @@ def theta_backward(
         at = 0
         for _ in range(segments):
             size = sizes[which]
-            height, block = _shape(padded(size), 2048)
+            tile = _tile(padded(size))
             if rows:
-                _backward[(triton.cdiv(rows, height),)](
+                _backward[(triton.cdiv(rows, tile["ROWS"]),)](
                     scores, grad, totals, out, slopes, rows, width, grad.shape[1], len(sizes), start, at, size, which,
-                    taus[which], padded(size), kind, scores.dtype == torch.float32, height, block,
-                    num_warps=4 if 2048 < padded(size) <= 4096 else 8,
+                    taus[which], padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, **tile,
                 )  # fmt: skip
             start, at, which = start + padded(size), at + padded(size), which + 1
     return out, slopes
