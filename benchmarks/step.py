@@ -16,6 +16,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -166,13 +167,15 @@ def measure(cell: str, repeats: int, profile: Path | None) -> dict:
     for _ in range(4):
         step()
     torch.cuda.reset_peak_memory_stats()
-    times = []
+    times, host = [], []
     for _ in range(3):
+        begun = time.perf_counter()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(repeats):
             step()
         stop.record()
+        host.append((time.perf_counter() - begun) / repeats)
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop) / 1000 / repeats)
     taken, attention = sorted(times)[1], 6 * c.layers * c.dim * c.context
@@ -183,7 +186,8 @@ def measure(cell: str, repeats: int, profile: Path | None) -> dict:
         "name": "training step", "model": cell, "value": round(tokens), "unit": "tokens/s", "context": c.context,
         "mfu": round(tokens * (flops + attention) / PEAK, 4),
         "mfu_double_count": round(tokens * (flops + 2 * attention) / PEAK, 4),
-        "milliseconds": round(taken * 1000, 2), "spread": round((max(times) - min(times)) / taken, 4),
+        "milliseconds": round(taken * 1000, 2), "host_milliseconds": round(min(host) * 1000, 2),
+        "spread": round((max(times) - min(times)) / taken, 4),
         "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2), "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "commit": os.environ.get("COMMIT") or commit(),
     }  # fmt: skip

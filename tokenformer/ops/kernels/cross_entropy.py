@@ -56,7 +56,7 @@ def linear_cross_entropy(
     for first in range(0, len(hidden), chunk):
         rows, here = hidden[first : first + chunk], slice(first, first + chunk)
         part = torch.mm(rows, weight.T, out=logits[: len(rows)])
-        _loss[(len(rows),)](part, labels[here], losses[here], ignore, len(weight), 8192, grad, num_warps=8)
+        _loss[(len(rows),)](part, labels[here], losses[here], ignore, len(weight), 8192, grad, num_warps=32)
         if grad:
             torch.mm(part, weight, out=dhidden[here])
             if wide:

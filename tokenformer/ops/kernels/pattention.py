@@ -7,6 +7,7 @@ No atomics: equal inputs give equal bits. Legend: T rows of data, D d_in, E d_ou
 """
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64  # columns that a segment is padded to
+KEEP = bool(os.environ.get("KEEP"))
 jit: Any = triton.jit  # what it makes is beyond a type checker
 
 
@@ -146,10 +148,10 @@ def _theta(a, g, total, rate, tau, counts, THETA: tl.constexpr, EXACT: tl.conste
 @jit
 def _backward(
     scores, grads, totals, out, slopes, count, W, G, S, start, at, size, which, tau,
-    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, AGAIN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of Θ that of the scores, and Θ itself again."""
+    """From the gradient of Θ that of the scores, and with AGAIN Θ itself."""
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     place = rows[:, None] * W + start + cols[None, :]
@@ -182,7 +184,8 @@ def _backward(
             p, summed, own, share, factor = _theta(
                 a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
             )
-        tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
+        if AGAIN:
+            tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
         tl.store(slopes + place + first, ((own - share * sums) * factor).to(slopes.dtype.element_ty), mask=inside)
 
 
@@ -198,17 +201,24 @@ def columns(sizes: Sequence[int], members: Sequence[int]) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(places)]
 
 
-def _tile(width: int) -> dict[str, int]:
-    """Of a program: rows, columns, warps. Threads read 8 columns at a time, and a warp 256: few of them should be idle.
+def _tile(width: int, backward: bool) -> dict[str, int]:
+    """Of a program: rows, columns, warps; what was fastest on an H200. Longer rows are read twice, then from the cache."""
+    block = 1 << (width - 1).bit_length()
+    if width <= 4096:
+        warps = max(1, block // (512 if backward and block > 2048 else 1024))
+        return {"ROWS": max(1, 2048 // block), "BLOCK": block, "num_warps": warps}
+    whole = 8192 if backward else 16384
+    return {"ROWS": 1, "BLOCK": block if width <= whole else 2048 if backward else 8192, "num_warps": 8}
 
-    Rows over 16384 columns are read twice, the second time from the cache.
-    """
-    block = 1 << (width - 1).bit_length() if width <= 16384 else 4096
-    warps = min(16, max(1, (width & -width) // 256)) if width <= 4096 else 8 if width <= 8192 else 16
-    return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": warps}
+
+LAYOUT = "int[] sizes, int[] members, float[] taus, str kind"
+torch.library.define("tokenformer::theta", f"(Tensor scores, {LAYOUT}) -> (Tensor, Tensor)")
+torch.library.define(
+    "tokenformer::theta_backward", f"(Tensor[] grads, Tensor scores, Tensor totals, {LAYOUT}, bool again) -> Tensor[]"
+)
 
 
-@torch.library.custom_op("tokenformer::theta", mutates_args=())
+@torch.library.impl("tokenformer::theta", ("cuda", "cpu"))
 def theta(
     scores: Tensor, sizes: Sequence[int], members: Sequence[int], taus: Sequence[float], kind: str
 ) -> tuple[Tensor, Tensor]:
@@ -219,7 +229,7 @@ def theta(
     alike = all(list(x) == list(x[:each]) * len(members) for x in (sizes, taus)) and set(members) == {each}
     many, start = len(members) if alike else 1, 0  # one launch for a segment of all members
     for i, size in enumerate(sizes[: count // many]):
-        tile = _tile(padded(size))
+        tile = _tile(padded(size), backward=False)
         if rows:
             _forward[(triton.cdiv(rows, tile["ROWS"]) * many,)](
                 scores, out, totals, rows, width, count, start, width // many, size, i, each, many, taus[i],
@@ -229,12 +239,12 @@ def theta(
     return out, totals
 
 
-@theta.register_fake
+@torch.library.register_fake("tokenformer::theta")
 def _(scores, sizes, members, taus, kind):
     return torch.empty_like(scores), scores.new_empty(scores.shape[0], len(sizes), dtype=torch.float32)
 
 
-@torch.library.custom_op("tokenformer::theta_backward", mutates_args=())
+@torch.library.impl("tokenformer::theta_backward", ("cuda", "cpu"))
 def theta_backward(
     grads: Sequence[Tensor],
     scores: Tensor,
@@ -243,28 +253,30 @@ def theta_backward(
     members: Sequence[int],
     taus: Sequence[float],
     kind: str,
-) -> tuple[Tensor, Tensor]:
-    """From each member's gradient of Θ: Θ (T, W) again, and the gradient of the scores."""
+    again: bool,
+) -> list[Tensor]:
+    """From each member's gradient of Θ the gradient of the scores (T, W), and Θ if it is wanted again."""
     rows, width = scores.shape
-    out, slopes = torch.empty_like(scores), torch.empty_like(scores)
+    slopes = torch.empty_like(scores)
+    out = torch.empty_like(scores) if again else slopes
     start = which = 0
     for grad, segments in zip(grads, members, strict=True):
         at = 0
         for _ in range(segments):
             size = sizes[which]
-            tile = _tile(padded(size))
+            tile = _tile(padded(size), backward=True)
             if rows:
                 _backward[(triton.cdiv(rows, tile["ROWS"]),)](
                     scores, grad, totals, out, slopes, rows, width, grad.shape[1], len(sizes), start, at, size, which,
-                    taus[which], padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, **tile,
+                    taus[which], padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, again, **tile,
                 )  # fmt: skip
             start, at, which = start + padded(size), at + padded(size), which + 1
-    return out, slopes
+    return [slopes, out] if again else [slopes]
 
 
-@theta_backward.register_fake
-def _(grads, scores, totals, sizes, members, taus, kind):
-    return torch.empty_like(scores), torch.empty_like(scores)
+@torch.library.register_fake("tokenformer::theta_backward")
+def _(grads, scores, totals, sizes, members, taus, kind, again):
+    return [torch.empty_like(scores) for _ in range(1 + again)]
 
 
 class Fused(torch.autograd.Function):
@@ -278,8 +290,8 @@ class Fused(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, keys: Tensor, layout: tuple, onto: str, *values: Tensor):
         sizes, members, _, _ = layout
         scores = x @ keys.T
-        weights, totals = theta(scores, *layout)
-        ctx.save_for_backward(x, keys, scores, totals, *values)
+        weights, totals = torch.ops.tokenformer.theta(scores, *layout)
+        ctx.save_for_backward(x, keys, scores, totals, weights if KEEP else None, *values)
         ctx.layout, ctx.onto = layout, onto
         ctx.set_materialize_grads(False)
         base = x if onto == "input" else residual
@@ -291,15 +303,17 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
-        x, keys, scores, totals, *values = ctx.saved_tensors
+        x, keys, scores, totals, weights, *values = ctx.saved_tensors
         sizes, members, _, _ = ctx.layout
         own = [
             x.new_zeros(len(x), v.shape[1]) if g is None else g.contiguous()
             for g, v in zip(grads, values, strict=False)
         ]
-        weights, slopes = theta_backward(
-            [g @ v.T for g, v in zip(own, values, strict=True)], scores, totals, *ctx.layout
+        back = torch.ops.tokenformer.theta_backward
+        slopes, *again = back(
+            [g @ v.T for g, v in zip(own, values, strict=True)], scores, totals, *ctx.layout, weights is None
         )
+        weights = again[0] if weights is None else weights
         base = grads[-1] if ctx.onto in ("input", "fork") else None
         dx = slopes @ keys if base is None else torch.addmm(base, slopes, keys)
         dvalues = [weights[:, place].T @ g for place, g in zip(columns(sizes, members), own, strict=True)]
