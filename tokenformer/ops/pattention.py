@@ -5,7 +5,7 @@ the paper's layer. Legend: T rows of data (any leading shape), D d_in, E d_out, 
 """
 
 import functools
-import importlib.util
+import importlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -142,7 +142,7 @@ def _look(choice: str, device: str, index: int | None, dtype: torch.dtype, maske
         reason = f"there are none for {dtype}"
     elif device == "cuda" and torch.cuda.get_device_capability(index) < (8, 0):
         reason = f"{torch.cuda.get_device_name(index)} is older than they were tried on (compute capability 8.0)"
-    elif not importlib.util.find_spec("triton"):
+    elif not _installed():
         reason = MISSING
     elif device != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         reason = f"they do not run on {device}"
@@ -152,6 +152,15 @@ def _look(choice: str, device: str, index: int | None, dtype: torch.dtype, maske
         raise UserError(f"Pattention's kernels were asked for, but {reason}")
     warnings.warn(f"Pattention is computed by the reference, without kernels: {reason}", stacklevel=2)
     return "reference"
+
+
+def _installed() -> bool:
+    """Triton, and this package: a model's file that was handed on has neither kernels nor package."""
+    try:
+        importlib.import_module("tokenformer.ops.kernels.pattention")
+    except ImportError:
+        return False
+    return True
 
 
 def fused(x_TD: Tensor, members: Sequence[Segments], theta: str, **how) -> list[Tensor]:

@@ -15,6 +15,7 @@ from tokenformer.data.tokenizer import padded_vocab
 from tokenformer.errors import UserError
 from tokenformer.models import LanguageModel
 from tokenformer.models.init import initial
+from tokenformer.ops import pattention
 from tokenformer.parallel.apply import Source, parallelize
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
@@ -30,6 +31,10 @@ class LanguageTask:
         c, self.place, self.device = config, place, device
         self.config, rank, world = config, place.data_rank, place.data_world
         self.backend = backend(c.train, device)
+        split = place.degrees.token > 1  # of which there are no kernels yet
+        self.pattention = pattention.backend(
+            torch.empty(0, dtype=COMPUTE[c.train.precision], device=device), "reference" if split else None
+        )
         assert c.batch is not None  # settled by the trainer
         wanted = c.validation.samples if c.validation.batches is None else c.validation.batches * c.batch
         times = c.steps // c.validation.every + 1 if c.validation.every else 1

@@ -6,17 +6,18 @@ Legend: T rows, D dim, W vocabulary.
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenformer.ops.kernels.pattention import exp2, jit
+
 ROWS = 4096  # whose logits are held at once
-jit: Any = triton.jit  # what it makes is beyond a type checker
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr):
-    """−log p(label) of a row; with GRAD its logits become their gradient."""
+def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr, FAST: tl.constexpr):
+    """−log p(label) of a row; with GRAD its logits become their gradient. Exponents are of 2 throughout."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     counts = label != ignore
@@ -27,20 +28,24 @@ def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, 
     for i in range(0, tl.cdiv(W, BLOCK)):
         inside = i * BLOCK + cols < W
         a = tl.where(inside, tl.load(at + i * BLOCK + cols, mask=inside, other=0.0).to(tl.float32), -1e30)
-        higher = tl.maximum(peak, tl.max(a, 1))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(a - higher[:, None]), 1)
+        higher = tl.maximum(peak, tl.max(a, 1) * LOG2E)
+        total = total * exp2(peak - higher, FAST) + tl.sum(exp2(a * LOG2E - higher[:, None], FAST), 1)
         peak = higher
     top = tl.max(peak, 0)
-    log_sum = top + tl.log(tl.sum(total * tl.exp(peak - top), 0))
-    own = tl.load(at + tl.where(counts, label, 0)).to(tl.float32)
-    tl.store(losses + row, tl.where(counts, log_sum - own, 0.0))
+    log_sum = top + tl.log2(tl.sum(total * exp2(peak - top, FAST), 0))
+    own = tl.load(at + tl.where(counts, label, 0)).to(tl.float32) * LOG2E
+    tl.store(losses + row, tl.where(counts, (log_sum - own) / LOG2E, 0.0))
     if GRAD:
-        tl.debug_barrier()  # the label's logit is read before it is written over
+        log_sum = tl.where(counts, log_sum, 1e30)  # a row that does not count: zeros
+        tl.debug_barrier()  # the label's logit is read before it is written over, and written last
         for i in range(0, tl.cdiv(W, BLOCK)):
             inside = i * BLOCK + cols < W
             a = tl.load(at + i * BLOCK + cols, mask=inside, other=0.0).to(tl.float32)
-            g = tl.exp(a - log_sum) - tl.where(i * BLOCK + cols == label, 1.0, 0.0)
-            tl.store(at + i * BLOCK + cols, tl.where(counts, g, 0.0).to(logits.dtype.element_ty), mask=inside)
+            g = exp2(a * LOG2E - log_sum, FAST)
+            tl.store(at + i * BLOCK + cols, g.to(logits.dtype.element_ty), mask=inside)
+        tl.debug_barrier()
+        g = tl.exp2(own - log_sum) - 1.0
+        tl.store(at + label, g.to(logits.dtype.element_ty), mask=counts)
 
 
 @torch.library.custom_op("tokenformer::linear_cross_entropy", mutates_args=())
@@ -56,7 +61,9 @@ def linear_cross_entropy(
     for first in range(0, len(hidden), chunk):
         rows, here = hidden[first : first + chunk], slice(first, first + chunk)
         part = torch.mm(rows, weight.T, out=logits[: len(rows)])
-        _loss[(len(rows),)](part, labels[here], losses[here], ignore, len(weight), 8192, grad, num_warps=32)
+        _loss[(len(rows),)](
+            part, labels[here], losses[here], ignore, len(weight), 8192, grad, hidden.is_cuda, num_warps=32
+        )
         if grad:
             torch.mm(part, weight, out=dhidden[here])
             if wide:

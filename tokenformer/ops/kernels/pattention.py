@@ -7,7 +7,6 @@ No atomics: equal inputs give equal bits. Legend: T rows of data, D d_in, E d_ou
 """
 
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64  # columns that a segment is padded to
-KEEP = bool(os.environ.get("KEEP"))
 jit: Any = triton.jit  # what it makes is beyond a type checker
 
 
 @jit
-def _exp2(x, FAST: tl.constexpr):
+def exp2(x, FAST: tl.constexpr):
     if FAST:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -48,7 +46,7 @@ def _gelu(s, EXACT: tl.constexpr, FAST: tl.constexpr):
 
     FAST: by the GPU's own instructions, which the interpreter has not.
     """
-    bell = _exp2(s * (-0.7213475204444817 * s), FAST)  # exp(-s²/2)
+    bell = exp2(s * (-0.7213475204444817 * s), FAST)  # exp(-s²/2)
     if EXACT:
         upper = 0.5 * (1.0 + tl.erf(s * 0.7071067811865476))
         return s * upper, upper + s * bell * 0.3989422804014327
@@ -148,10 +146,10 @@ def _theta(a, g, total, rate, tau, counts, THETA: tl.constexpr, EXACT: tl.conste
 @jit
 def _backward(
     scores, grads, totals, out, slopes, count, W, G, S, start, at, size, which, tau,
-    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, AGAIN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of Θ that of the scores, and with AGAIN Θ itself."""
+    """From the gradient of Θ that of the scores, and Θ itself again."""
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     place = rows[:, None] * W + start + cols[None, :]
@@ -184,8 +182,7 @@ def _backward(
             p, summed, own, share, factor = _theta(
                 a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
             )
-        if AGAIN:
-            tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
         tl.store(slopes + place + first, ((own - share * sums) * factor).to(slopes.dtype.element_ty), mask=inside)
 
 
@@ -202,7 +199,7 @@ def columns(sizes: Sequence[int], members: Sequence[int]) -> list[slice]:
 
 
 def _tile(width: int, backward: bool) -> dict[str, int]:
-    """Of a program: rows, columns, warps; what was fastest on an H200. Longer rows are read twice, then from the cache."""
+    """Of a program: rows, columns, warps, the fastest on an H200. Longer rows are read twice, then from the cache."""
     block = 1 << (width - 1).bit_length()
     if width <= 4096:
         warps = max(1, block // (512 if backward and block > 2048 else 1024))
@@ -214,7 +211,7 @@ def _tile(width: int, backward: bool) -> dict[str, int]:
 LAYOUT = "int[] sizes, int[] members, float[] taus, str kind"
 torch.library.define("tokenformer::theta", f"(Tensor scores, {LAYOUT}) -> (Tensor, Tensor)")
 torch.library.define(
-    "tokenformer::theta_backward", f"(Tensor[] grads, Tensor scores, Tensor totals, {LAYOUT}, bool again) -> Tensor[]"
+    "tokenformer::theta_backward", f"(Tensor[] grads, Tensor scores, Tensor totals, {LAYOUT}) -> (Tensor, Tensor)"
 )
 
 
@@ -253,12 +250,10 @@ def theta_backward(
     members: Sequence[int],
     taus: Sequence[float],
     kind: str,
-    again: bool,
-) -> list[Tensor]:
-    """From each member's gradient of Θ the gradient of the scores (T, W), and Θ if it is wanted again."""
+) -> tuple[Tensor, Tensor]:
+    """From each member's gradient of Θ: Θ (T, W) again, and the gradient of the scores."""
     rows, width = scores.shape
-    slopes = torch.empty_like(scores)
-    out = torch.empty_like(scores) if again else slopes
+    out, slopes = torch.empty_like(scores), torch.empty_like(scores)
     start = which = 0
     for grad, segments in zip(grads, members, strict=True):
         at = 0
@@ -268,15 +263,15 @@ def theta_backward(
             if rows:
                 _backward[(triton.cdiv(rows, tile["ROWS"]),)](
                     scores, grad, totals, out, slopes, rows, width, grad.shape[1], len(sizes), start, at, size, which,
-                    taus[which], padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, again, **tile,
+                    taus[which], padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, **tile,
                 )  # fmt: skip
             start, at, which = start + padded(size), at + padded(size), which + 1
-    return [slopes, out] if again else [slopes]
+    return out, slopes
 
 
 @torch.library.register_fake("tokenformer::theta_backward")
-def _(grads, scores, totals, sizes, members, taus, kind, again):
-    return [torch.empty_like(scores) for _ in range(1 + again)]
+def _(grads, scores, totals, sizes, members, taus, kind):
+    return torch.empty_like(scores), torch.empty_like(scores)
 
 
 class Fused(torch.autograd.Function):
@@ -291,7 +286,7 @@ class Fused(torch.autograd.Function):
         sizes, members, _, _ = layout
         scores = x @ keys.T
         weights, totals = torch.ops.tokenformer.theta(scores, *layout)
-        ctx.save_for_backward(x, keys, scores, totals, weights if KEEP else None, *values)
+        ctx.save_for_backward(x, keys, scores, totals, *values)
         ctx.layout, ctx.onto = layout, onto
         ctx.set_materialize_grads(False)
         base = x if onto == "input" else residual
@@ -303,17 +298,14 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
-        x, keys, scores, totals, weights, *values = ctx.saved_tensors
+        x, keys, scores, totals, *values = ctx.saved_tensors
         sizes, members, _, _ = ctx.layout
         own = [
             x.new_zeros(len(x), v.shape[1]) if g is None else g.contiguous()
             for g, v in zip(grads, values, strict=False)
         ]
-        back = torch.ops.tokenformer.theta_backward
-        slopes, *again = back(
-            [g @ v.T for g, v in zip(own, values, strict=True)], scores, totals, *ctx.layout, weights is None
-        )
-        weights = again[0] if weights is None else weights
+        thetas = [g @ v.T for g, v in zip(own, values, strict=True)]  # gradients of Θ
+        weights, slopes = torch.ops.tokenformer.theta_backward(thetas, scores, totals, *ctx.layout)
         base = grads[-1] if ctx.onto in ("input", "fork") else None
         dx = slopes @ keys if base is None else torch.addmm(base, slopes, keys)
         dvalues = [weights[:, place].T @ g for place, g in zip(columns(sizes, members), own, strict=True)]
