@@ -4,7 +4,8 @@
 
 A cell is who:how:samples[:context]. Who: one of our presets (`+4` behind it: in the four segments of the growth
 chain), `official` (the released code's formulation written again: every projection by itself, full logits) or
-`gpt-neox` (transformers' own of 160M). How: `kernels` and `reference` (compiled, ours), `eager`, `checkpointed` or
+`gpt-neox` (transformers' own of 160M). How: `kernels` and `reference` (compiled, ours; of a baseline the
+kernel is that of the loss), `eager`, `checkpointed` or
 `compiled` (rivals). Prints JSON lines and a table; MFU against 989 TFLOP/s, attention counted causally once and, beside
 it, the usual double count.
 """
@@ -36,11 +37,12 @@ CELLS = [
     "official:eager:16",
     "official:compiled:16",
     "gpt-neox:compiled:16",
-    "baseline/124m:reference:16:2048",
+    "baseline/124m:kernels:16:2048",
+    "baseline/124m:kernels:64:2048",
     "lm/150m:reference:16",
     "lm/150m:kernels:16",
     "lm/150m:kernels:64",
-    "lm/1.5b:kernels:8",
+    "lm/1.5b:kernels:16",
     "grow/354m:kernels:32",
     "grow/1.4b:kernels:16",
     "grow/1.4b+4:kernels:16",
@@ -178,6 +180,11 @@ def measure(cell: str, repeats: int, profile: Path | None) -> dict:
         host.append((time.perf_counter() - begun) / repeats)
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop) / 1000 / repeats)
+    for _ in range(1 + round(1 / times[-1])):  # for a second, to be looked at
+        step()
+    seen = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    clock, watts = subprocess.run(seen, capture_output=True, text=True, check=True).stdout.split("\n")[0].split(",")
+    torch.cuda.synchronize()
     taken, attention = sorted(times)[1], 6 * c.layers * c.dim * c.context
     if profile:
         table(step, profile / (cell.replace("/", "-").replace(":", "-") + ".txt"))
@@ -188,6 +195,7 @@ def measure(cell: str, repeats: int, profile: Path | None) -> dict:
         "mfu_double_count": round(tokens * (flops + 2 * attention) / PEAK, 4),
         "milliseconds": round(taken * 1000, 2), "host_milliseconds": round(min(host) * 1000, 2),
         "spread": round((max(times) - min(times)) / taken, 4),
+        "clock_mhz": float(clock), "watts": float(watts),
         "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2), "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "commit": os.environ.get("COMMIT") or commit(),
     }  # fmt: skip
