@@ -218,8 +218,8 @@ def together(run: Callable[[], signal.Signals | None]) -> int:
 
     code = 1
     try:
-        stop = record(run)()
-        code = 0 if stop is None else 128 + stop
+        record(run)()
+        code = 0  # also when it was asked to stop: torchrun would start it again
     except UserError as error:
         print(f"tokenformer: {error}", file=sys.stderr)
         code = 2
