@@ -35,7 +35,8 @@ test-hosts: setup hosts
 
 hosts:
 	@test "$$(id -u)" = 0 || { echo 'tests of two hosts need root: sudo make test-hosts'; exit 1; }
-	command -v slurmctld slurmd munged unshare ip >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge iproute2 >/dev/null; }
+	@for tool in slurmctld slurmd munged unshare ip; do command -v $$tool >/dev/null || missing=1; done; test -z "$$missing" || \
+	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge iproute2 >/dev/null; }
 
 demo: .venv/.base
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo/demo.py
