@@ -207,7 +207,7 @@ class Place:
             dist.destroy_process_group()
 
 
-LOST = ("Timed out", "timed out", "Timeout", "Connection closed", "Connection reset", "Connection refused", "Broken pipe")
+LOST = ("imed out", "imeout", "Connection closed", "Connection reset", "Connection refused", "Broken pipe")
 
 
 def together(run: Callable[[], signal.Signals | None]) -> int:
@@ -228,8 +228,8 @@ def together(run: Callable[[], signal.Signals | None]) -> int:
     except Exception as error:
         if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
             said = str(error).strip().splitlines()[0]
-            print(f"{rank} lost the others: a process or the network died, or parallel.timeout is too short; go on with "
-                  f"--resume. PyTorch says: {said}", file=sys.stderr)  # fmt: skip
+            why = "a process or the network died, or parallel.timeout is too short; go on with --resume"
+            print(f"{rank} lost the others: {why}. PyTorch says: {said}", file=sys.stderr)
             let_go()
         else:
             print(f"{rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
