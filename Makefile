@@ -1,12 +1,13 @@
 # make demo    a tiny TokenFormer on Shakespeare that grows twice; some minutes on two CPU cores; runs/demo/report.html
 # make test    linter, type checker, tests
+# make test-hosts   tests of two hosts on this machine: a real Slurm, network namespaces; Debian, as root
 # make lint    linter and type checker alone
 # make setup   an environment in .venv with everything the tests need
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup test lint demo clean
+.PHONY: setup test test-hosts hosts lint demo clean
 
 setup: .venv/.tests
 
@@ -27,7 +28,15 @@ lint: setup
 	$(BIN)/pyrefly check
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not hosts'
+
+test-hosts: setup hosts
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m hosts tests/parallel
+
+hosts:
+	@test "$$(id -u)" = 0 || { echo 'tests of two hosts need root: sudo make test-hosts'; exit 1; }
+	@for tool in slurmctld slurmd munged unshare ip; do command -v $$tool >/dev/null || missing=1; done; test -z "$$missing" || \
+	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge iproute2 >/dev/null; }
 
 demo: .venv/.base
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo/demo.py

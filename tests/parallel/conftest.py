@@ -32,11 +32,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(world: int, cases: list[dict], out: Path, seconds: float = 600) -> None:
-    """All cases on `world` ranks. Workers are forked from a process that has imported everything once."""
-    out.mkdir(parents=True, exist_ok=True)
+def forkserver():
+    """Workers are forked from a process that has imported everything once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.parallel.workers"])
+    return context
+
+
+def launch(world: int, cases: list[dict], out: Path, seconds: float = 600) -> None:
+    """All cases on `world` ranks."""
+    out.mkdir(parents=True, exist_ok=True)
+    context = forkserver()
     port = free_port()
     ranks = [context.Process(target=worker, args=(rank, world, port, cases, str(out))) for rank in range(world)]
     for process in ranks:
@@ -91,7 +97,7 @@ class Ran:
 
     def alone(self, run: Run) -> Path:
         """The run of one process with the same settings, made once."""
-        settings = [s for s in run.settings if not s.startswith("parallel.")]
+        settings = [s for s in run.settings if not s.startswith(("parallel.", "micro_batch="))]
         name = f"alone-{zlib.crc32(repr((settings, run.dtype)).encode()):08x}"
         made: Path = self.once(name, lambda folder: train(str(folder), str(self.file), settings, run.dtype))
         return made

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.parallel.conftest import forkserver
+from tests.parallel.workers import command_line
 from tokenformer.config import ModelConfig, ParallelConfig
 from tokenformer.errors import UserError
 from tokenformer.parallel.layout import Split
@@ -73,23 +75,42 @@ def test_whole_segments_are_shared_out_by_size():
     assert max(load) == 72 and min(load) == 64
 
 
+WRONG = {  # settings of a job of two processes, and what every one of them says
+    "world": (["parallel.shard=3"], "shard 3, token 1, which does not divide 2, the number of processes"),
+    "heads": (["parallel.token=2", "model.heads=1"], "parallel.token is 2, which does not divide model.heads 1"),
+    "tokens": (["parallel.token=2", "model.ffn_tokens=[31,1]"], "a segment of ffn in layer 0 has 1 parameter tokens"),
+    "stages": (["parallel.pipeline=-1", "model.layers=1"], "parallel.pipeline is 2, but the model has 1 blocks"),
+}
+
+
 @pytest.mark.multi
-def test_a_wrong_mesh_is_one_sentence_from_every_rank_before_anything_starts(ran, tmp_path):
-    for rank in range(2):
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
-        command = [
-            sys.executable,
-            "-m",
-            "tokenformer",
-            "train",
-            str(ran.file),
-            "parallel.pipeline=-1",
-            "model.layers=1",
-        ]
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path / "run")], env=environment, capture_output=True, text=True
-        )
-        said = "tokenformer: parallel.pipeline is 2, but the model has 1 blocks: give at most as many stages\n"
-        assert (done.returncode, done.stderr, done.stdout) == (2, said, "")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_mesh_is_one_sentence_from_every_rank_before_anything_starts(ran, tmp_path, name):
+    settings, message = WRONG[name]
+    context = forkserver()
+    command = ["train", str(ran.file), *settings, "--out", str(tmp_path / "run")]
+    ranks = [context.Process(target=command_line, args=(rank, 2, command, str(tmp_path))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for rank, process in enumerate(ranks):
+        process.join(120)
+        said = (tmp_path / f"rank-{rank}.log").read_text()
+        assert process.exitcode == 2 and said.count("\n") == 1, said
+        assert said.startswith("tokenformer: parallel") and message in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.multi
+def test_a_wrong_mesh_under_torchrun_is_said_by_every_rank_without_a_traceback_of_ours(ran, tmp_path):
+    settings, message = WRONG["tokens"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, "-m", "tokenformer", "train", str(ran.file), *settings, "--out", str(tmp_path / "run")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and done.stderr.count(message) == 2, done.stderr
+    assert "UserError" not in done.stderr and "exitcode  : 2" in done.stderr
     assert not (tmp_path / "run").exists()

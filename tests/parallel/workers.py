@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.parallel import counting
+from tokenformer.cli.main import main
 from tokenformer.config import load
 from tokenformer.train.trainer import Trainer
 
@@ -48,20 +50,31 @@ def train(run: str, file: str, settings: list[str], dtype: str, since: str | Non
 CASES = {"train": train, "count": counting.count}
 
 
-def worker(rank: int, world: int, port: int, cases: list[dict], out: str) -> None:
-    """Rank `rank`'s part of every case; what went wrong is left in a file."""
+def command_line(rank: int, world: int, command: list[str], out: str) -> None:
+    """`tokenformer` as a rank of a job."""
+    become(rank, world, 1, out)
+    sys.exit(main(command))
+
+
+def become(rank: int, world: int, port: int, out: str) -> None:
+    """This process is a rank; what it says is left in a file."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
-    log = open(Path(out) / f"rank-{rank}.log", "w")  # noqa: SIM115 (open as long as the process)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    log = os.open(Path(out) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+
+def worker(rank: int, world: int, port: int, cases: list[dict], out: str) -> None:
+    """Rank `rank`'s part of every case; what went wrong is left in a file."""
+    become(rank, world, port, out)
     code = 0
     try:
         torch.distributed.init_process_group("gloo")
         for one in cases:
             arguments = dict(one)
-            print(f"--- {json.dumps(one)}", flush=True)
+            print(f"--- {time.monotonic():.1f} s: {json.dumps(one)}", flush=True)
             CASES[arguments.pop("case")](**arguments)
         torch.distributed.barrier()
     except BaseException:

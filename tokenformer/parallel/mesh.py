@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -206,6 +207,9 @@ class Place:
             dist.destroy_process_group()
 
 
+LOST = ("imed out", "imeout", "Connection closed", "Connection reset", "Connection refused", "Broken pipe")
+
+
 def together(run: Callable[[], signal.Signals | None]) -> int:
     """The exit code of a run. A rank of many ends its process here and now: one that had a mesh over gloo may abort
 
@@ -214,17 +218,32 @@ def together(run: Callable[[], signal.Signals | None]) -> int:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         stop = run()
         return 0 if stop is None else 128 + stop
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    code = 1
+    code, rank = 1, f"rank {os.environ.get('RANK')} on {os.uname().nodename}"
     try:
-        stop = record(run)()
-        code = 0 if stop is None else 128 + stop
+        run()
+        code = 0  # also when it was asked to stop: torchrun would start it again
     except UserError as error:
         print(f"tokenformer: {error}", file=sys.stderr)
         code = 2
-    except Exception:
-        print(f"rank {os.environ.get('RANK')} failed:\n{traceback.format_exc()}", file=sys.stderr)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
+            said = str(error).strip().splitlines()[0]
+            why = "a process or the network died, or parallel.timeout is too short; go on with --resume"
+            print(f"{rank} lost the others: {why}. PyTorch says: {said}", file=sys.stderr)
+            let_go()
+        else:
+            print(f"{rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def let_go(seconds: int = 10) -> None:
+    """torchrun waits without end for a rendezvous on a host that is out of reach, and so does not see its workers die:
+
+    where this one is still unburied after some seconds, its launcher is ended.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        said = f"torchrun on {os.uname().nodename} cannot reach the rendezvous and is ended"
+        watch = f"sleep {seconds}; kill -0 {os.getpid()} 2>/dev/null && echo {said} >&2 && kill -9 {os.getppid()}"
+        subprocess.Popen(["sh", "-c", watch], start_new_session=True)

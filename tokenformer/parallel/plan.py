@@ -6,16 +6,19 @@ what autograd keeps of each layer. Bytes of a collective: the larger of what goe
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 
-from tokenformer.config import Config, ModelConfig
+from tokenformer.config import PROJECTIONS, Config, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.models.cost import cost
 from tokenformer.ops.cross_entropy import LOGITS
 from tokenformer.parallel.mesh import Degrees, check
 
 WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
-SLACK = 1.04  # what the allocator loses
+LOGIT = 12  # bytes of one logit in the backward pass of the loss: its logarithm, two gradients, all fp32
+MUON = 28  # bytes of one number while Muon updates it: gradient, momentum, direction, move, some of them twice
+STACK = 1 << 26  # numbers that Muon works on at once (train/optim.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        return round(SLACK * sum(self.memory.values()))
+        return sum(self.memory.values())
 
     @property
     def traffic(self) -> int:
@@ -52,7 +55,7 @@ def estimate(config: Config, d: Degrees) -> Estimate:
     sent = {name: steps * n for name, n in micro_batch_bytes(config, d, micro).items()}
     if config.optimizer.kind == "muon" and d.replicate * d.shard * d.token > 1:
         sent["muon"] = 2 * 4 * cost(config.model).matmul_parameters // (d.shard * d.token)
-    return Estimate(d, micro, memory(config, d, micro), sent)
+    return Estimate(d, micro, memory(config, d, micro, steps), sent)
 
 
 def matrices(model: ModelConfig, layer: int, token: int) -> list[tuple[int, int]]:
@@ -107,50 +110,61 @@ def micro_batch_bytes(config: Config, d: Degrees, micro: int) -> dict[str, int]:
     return sent
 
 
-def memory(config: Config, d: Degrees, micro: int) -> dict[str, int]:
-    """The peak of the fullest rank, at the end of a forward pass and in backward."""
+def memory(config: Config, d: Degrees, micro: int, steps: int) -> dict[str, int]:
+    """The peak of the fullest rank by what it holds: what stays, and the fullest moment of a step."""
     model, t, c = config.model, config.train, WIDTH[config.train.precision]
-    layers = -(-model.layers // d.pipeline)
+    layers, rows = -(-model.layers // d.pipeline), micro * model.context
     block = max(sum(r * n for r, n in matrices(model, i, d.token)) for i in range(model.layers))
     rest = sum(r * n for r, n in root(model, d.token))
     held = (layers * block + rest) / d.shard
     moments = 8 if config.optimizer.kind == "adamw" else 4
-    state = (layers * block * moments + rest * 8) / d.shard
-    found = {"parameters": 4 * held, "gradients": 4 * held, "optimizer": state}
+    found = {"parameters": 4 * held, "gradients": 4 * held}
+    found["optimizer"] = (layers * block * moments + rest * 8) / d.shard
     if config.parallel.offload:
-        found |= {"parameters": 0, "gradients": 0, "optimizer": 0}
-    casts = c * layers * block if c < 4 and t.activation_checkpointing == "none" else c * block if c < 4 else 0
+        found = dict.fromkeys(found, 0.0)
+    score, stream, work = row_bytes(model, d.token, c, t.compile not in (False, "none"), t.activation_checkpointing)
+    inside = rows * (score + stream)  # what a block's backward needs of its forward
+    kept = rows * model.dim * c if t.activation_checkpointing == "full" else inside
+    again = inside if t.activation_checkpointing == "full" else 0
+    weights = c * block  # a block's in the compute type
     if d.shard > 1:
-        whole = 2 * block if config.parallel.reshard_after_forward else layers * block
-        found["gathered"] = c * whole + 4 * rest + 4 * (block + rest)
+        copies = weights * (2 if config.parallel.reshard_after_forward else layers) + 4 * rest + 4 * (block + rest)
     else:
-        found["gathered"] = casts + c * model.vocab * model.dim / d.token
-    rows = micro * model.context
-    inside = rows * layer_bytes(model, d.token, c)
-    kept = {"none": layers * inside, "selective": layers * inside * 0.6, "full": layers * rows * model.dim * c + inside}
-    found["activations"] = kept[t.activation_checkpointing]
-    logits = rows * model.vocab / d.token
-    whole = logits <= LOGITS
-    found["logits"] = min(logits, LOGITS) * (c + 8 + (c if whole else 0))
-    if config.optimizer.kind == "muon":
-        found["muon"] = 0  # its buffers are smaller than the activations, which are gone by then
-    return {name: math.ceil(n) for name, n in found.items()}
+        copies = 0 if c == 4 else weights * (1 if t.activation_checkpointing == "full" else layers)
+    head = model.vocab * model.dim / d.token  # of the output head: in the compute type, with its gradient
+    logits = min(rows * model.vocab / d.token, LOGITS)
+    moments_of_a_step = {
+        "loss": {"activations": layers * kept, "weights": copies + 2 * c * head, "logits": LOGIT * logits},
+        "backward": {"activations": layers * kept + again, "weights": copies + 4 * head, "work": rows * work},
+        "update": {"muon": MUON * stacked(model, d) if config.optimizer.kind == "muon" else 0},
+    }
+    if steps == 1:  # gradients come while activations go
+        for name in ("loss", "backward"):
+            moments_of_a_step[name]["gradients"] = 0.0
+    fullest = max(moments_of_a_step.values(), key=lambda m: sum((found | m).values()))
+    return {name: math.ceil(n) for name, n in (found | fullest).items()}
 
 
-def layer_bytes(model: ModelConfig, token: int, c: int) -> float:
-    """What autograd keeps of a row in one block. Scores in fp32: they, Θ's argument, and Θ in the compute type."""
+def row_bytes(model: ModelConfig, token: int, c: int, compiled: bool, again: str) -> tuple[float, float, float]:
+    """Of one row in one block: scores and the rest that autograd keeps, and what its backward has at once besides."""
     d, kv = model.dim, (model.kv_heads or model.heads) * model.head_dim
-    stream = (
-        (2 * d * c + 2 * d * c) + (d + 2 * kv) / token * 3 * c + 2 * d * c
-    )  # norms, q k v and their turn, attention
+    stream = c * (7 * d + (d + 2 * kv) / token) + 4 * model.heads / token  # norms, attention, their outputs
     if model.kind != "tokenformer":
-        return stream + model.mlp_dim / token * c * (5 if model.kind == "llama" else 2)
-    counts = {"qkv": 3, "proj": 1, "ffn": 1}
-    tokens = max(
-        sum(times * n for which, times in counts.items() for n, _ in model.segments(which, layer))
-        for layer in range(model.layers)
-    )
-    return stream + tokens / token * (8 + c)
+        wide = model.mlp_dim / token
+        return wide * c * (5 if model.kind == "llama" else 2), stream, wide * c * 3
+    numbers = [{w: sum(n for n, _ in model.segments(w, i)) / token for w in PROJECTIONS} for i in range(model.layers)]
+    scores = max(3 * n["qkv"] + n["proj"] + n["ffn"] for n in numbers)
+    largest = max(max(3 * n["qkv"], n["ffn"]) for n in numbers)
+    if compiled:  # scores and Θ in the compute type; selective: scores alone
+        return scores * c * (1 if again == "selective" else 2), stream, largest * 2 * c
+    return scores * (c if again == "selective" else 8 + c), stream, largest * (16 + c)
+
+
+def stacked(model: ModelConfig, d: Degrees) -> int:
+    """Numbers that Muon works on at once: matrices of one shape, up to a limit."""
+    shapes = Counter(shape for i in range(-(-model.layers // d.pipeline)) for shape in matrices(model, i, 1))
+    most = max(max(r * n, min(count * r * n, STACK)) for (r, n), count in shapes.items())
+    return most // (d.shard * d.token)
 
 
 def layouts(model: ModelConfig, config: Config, gpus: int, per_node: int = 8) -> Iterator[Degrees]:

@@ -6,6 +6,7 @@ the queue. `--resume` is always given: it begins where there is nothing to go on
 
 import dataclasses
 import shlex
+import sys
 
 from tokenformer.strict import need
 
@@ -67,28 +68,26 @@ def script(job: Job, run: str, arguments: list[str]) -> str:
             "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
             "",
             "# USR1 comes before the time is over, TERM before preemption: the ranks save and leave, and the job goes",
-            "# back into the queue to go on from there.",
-            "export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1  # torchrun hands it on",
+            "# back into the queue to go on from there. Only they listen: torchrun would kill them after 30 seconds.",
             "asked=0",
-            'again() { asked=1; scancel --signal=USR1 "$SLURM_JOB_ID.0" 2>/dev/null; }',
-            "trap again USR1 TERM",
-            "",
-            f"srun --kill-on-bad-exit=1 python -m torch.distributed.run --nnodes={job.nodes} "
-            f"--nproc-per-node={processes} \\",
-            f"  --max-restarts={job.restarts} --rdzv-backend=c10d \\",
+            "trap asked=1 USR1 TERM",
+            'srun --kill-on-bad-exit=1 bash -c \'trap "" USR1 TERM; exec "$@"\' torchrun \\',
+            f"  {shlex.quote(sys.executable)} -m torch.distributed.run --signals-to-handle=SIGINT \\",
+            f"  --nnodes={job.nodes} --nproc-per-node={processes} --max-restarts={job.restarts} \\",
+            '  --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \\',
             '  --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \\',
-            '  --rdzv-endpoint="$head:$port" \\',
             f"  -m tokenformer {train} &",
             "step=$!",
+            'while kill -0 "$step" 2>/dev/null; do',
+            '  if [ "$asked" = 0 ]; then wait "$step"; continue; fi  # a signal ends the wait',
+            '  scancel --signal=USR1 "$SLURM_JOB_ID.0" 2>/dev/null  # until they have heard it',
+            "  sleep 5",
+            "done",
             'wait "$step"',
             "code=$?",
-            'while kill -0 "$step" 2>/dev/null; do  # a trap ends a wait early',
-            '  wait "$step"',
-            "  code=$?",
-            "done",
-            'if [ "$asked" = 1 ]; then',
-            '  scontrol requeue "$SLURM_JOB_ID"',
-            "  sleep 60  # until Slurm takes it",
+            "# A signal before preemption may come to the ranks alone: then the run's log says so.",
+            f"if [ \"$asked\" = 1 ] || tail -n 1 {shlex.quote(run)}/log | grep -q 'stopped by SIG'; then",
+            '  scontrol requeue "$SLURM_JOB_ID" && sleep 60  # until Slurm takes it',
             "fi",
             'exit "$code"',
             "",

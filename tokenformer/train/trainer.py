@@ -313,14 +313,17 @@ class Trainer:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """The first signal asks the loop to end after its step; a second one ends the process as usual."""
+        """The first signal asks the loop to end after its step; a second one ends the process as usual.
+
+        A rank of many hears each one several times, from the launcher and from Slurm: it just goes on leaving.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def ask(number: int, _frame: object) -> None:
             self.asked = number
-            for each in SIGNALS:
+            for each in SIGNALS if self.place.alone else ():
                 signal.signal(each, before[each])
 
         before = {each: signal.getsignal(each) for each in SIGNALS}
