@@ -16,6 +16,7 @@ from tokenformer.ops.cross_entropy import LOGITS
 from tokenformer.parallel.mesh import Degrees, check
 
 WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
+CHUNK = 4096  # rows whose logits the kernel of the loss holds at once (ops/kernels/cross_entropy.py)
 LOGIT = 12  # bytes of one logit in the backward pass of the loss: its logarithm, two gradients, all fp32
 MUON = 28  # bytes of one number while Muon updates it: gradient, momentum, direction, move, some of them twice
 STACK = 1 << 26  # numbers that Muon works on at once (train/optim.py)
@@ -122,7 +123,8 @@ def memory(config: Config, d: Degrees, micro: int, steps: int) -> dict[str, int]
     found["optimizer"] = (layers * block * moments + rest * 8) / d.shard
     if config.parallel.offload:
         found = dict.fromkeys(found, 0.0)
-    score, stream, work = row_bytes(model, d.token, c, t.compile not in (False, "none"), t.activation_checkpointing)
+    compiled = t.compile not in (False, "none")
+    score, stream, work = row_bytes(model, d.token, c, compiled, t.activation_checkpointing)
     inside = rows * (score + stream)  # what a block's backward needs of its forward
     kept = rows * model.dim * c if t.activation_checkpointing == "full" else inside
     again = inside if t.activation_checkpointing == "full" else 0
@@ -132,9 +134,11 @@ def memory(config: Config, d: Degrees, micro: int, steps: int) -> dict[str, int]
     else:
         copies = 0 if c == 4 else weights * (1 if t.activation_checkpointing == "full" else layers)
     head = model.vocab * model.dim / d.token  # of the output head: in the compute type, with its gradient
-    logits = min(rows * model.vocab / d.token, LOGITS)
+    logits = LOGIT * min(rows * model.vocab / d.token, LOGITS)
+    if compiled and d.token == 1:  # its kernel: a chunk's logits become their gradients, that of the head is fp32
+        logits = c * min(rows, CHUNK) * model.vocab + 4 * head + c * rows * model.dim
     moments_of_a_step = {
-        "loss": {"activations": layers * kept, "weights": copies + 2 * c * head, "logits": LOGIT * logits},
+        "loss": {"activations": layers * kept, "weights": copies + 2 * c * head, "logits": logits},
         "backward": {"activations": layers * kept + again, "weights": copies + 4 * head, "work": rows * work},
         "update": {"muon": MUON * stacked(model, d) if config.optimizer.kind == "muon" else 0},
     }
@@ -155,6 +159,10 @@ def row_bytes(model: ModelConfig, token: int, c: int, compiled: bool, again: str
     numbers = [{w: sum(n for n, _ in model.segments(w, i)) / token for w in PROJECTIONS} for i in range(model.layers)]
     scores = max(3 * n["qkv"] + n["proj"] + n["ffn"] for n in numbers)
     largest = max(max(3 * n["qkv"], n["ffn"]) for n in numbers)
+    if compiled and token == 1:  # kernels: scores and their statistics
+        if model.theta == "l2_norm_gelu":  # without norms: the stream twice, q, k, v and what attention gives
+            stream = c * (4 * d + 2 * kv) + 4 * model.heads
+        return scores * c + 20, stream, largest * 3 * c
     if compiled:  # scores and Θ in the compute type; selective: scores alone
         return scores * c * (1 if again == "selective" else 2), stream, largest * 2 * c
     return scores * (c if again == "selective" else 8 + c), stream, largest * (16 + c)
