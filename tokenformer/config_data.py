@@ -1,7 +1,7 @@
 """What can be configured about data: the keys of the section `data`."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin
 
 from tokenformer.strict import key, need
 
@@ -32,6 +32,10 @@ class DataConfig:
         weights = self.path if isinstance(self.path, dict) else {}
         for name, weight in weights.items():
             need(0 < weight < float("inf"), f"data.path gives {name} the weight {weight}: give a number above 0")
+        for field in fields(self):  # YAML is checked before; this is for Python
+            choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+            value = getattr(self, field.name)
+            need(not choices or value in choices, f"data.{field.name} is '{value}', not one of {', '.join(choices)}")
         shares = self.split
         fits = 1 <= len(shares) <= 3 and min(shares, default=-1) >= 0 and 0 < sum(shares) < float("inf")
         need(fits, f"data.split is {shares}: give up to three shares (train, validation, test), such as [969, 30, 1]")

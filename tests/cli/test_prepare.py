@@ -27,3 +27,13 @@ def test_a_named_set_reads_a_local_copy(capsys, tmp_path):
     code, out, _ = run(capsys, "prepare", "enwik8", tmp_path / "copy", "--out", tmp_path, "--tokenizer", "byte")
     assert code == 0 and out.strip().endswith("enwik8_text_document")
     assert Indexed(out.strip()).documents == 2
+
+
+def test_what_would_have_no_effect_is_refused(capsys, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n')
+    arguments = ["prepare", tmp_path / "a.jsonl", "--out", tmp_path / "o", "--tokenizer", "byte", "--workers", 1]
+    code, _, err = run(capsys, *arguments, "--separator", "\\n\\n")
+    assert code == 2 and "is jsonl, whose documents are its rows: leave --separator out" in err
+    code, _, err = run(capsys, *arguments, "--end", "</s>")
+    assert code == 2 and "leave --end </s> out" in err
+    assert not list(tmp_path.glob("o/a*"))

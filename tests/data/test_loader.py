@@ -232,3 +232,10 @@ def test_batches_are_pinned_where_there_is_a_gpu(sets):
     assert batch.ids.is_pinned() and batch.labels.is_pinned()
     assert batch.documents is not None and batch.documents.is_pinned()
     assert torch.equal(batch.ids.to("cuda", non_blocking=True).cpu(), batch.ids)
+
+
+def test_settings_from_python_are_checked_too(sets):
+    with pytest.raises(UserError, match=r"data\.verify is 'ful', not one of quick, full"):
+        DataConfig(path="a", verify="ful")
+    with pytest.raises(UserError, match="rank is 3 of a world of 2"):
+        Loader(DataConfig(path="a"), context=8, batch=4, rank=3, world=2)

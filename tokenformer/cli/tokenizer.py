@@ -5,6 +5,7 @@ tokenformer tokenizer info gpt-neox-20b
 """
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from tokenformer import files
@@ -19,6 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--out", default="tokenizer.json", metavar="FILE")
     train.add_argument("--format", choices=["text", "jsonl", "parquet"], help="instead of what the names end in")
     train.add_argument("--field", default="text", help="of JSON lines or Parquet (default: text)")
+    train.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="what to do with bad documents")
     train.set_defaults(action=_train)
     info = actions.add_parser("info", help="size, end of document, padded size")
     info.add_argument("name", help="gpt-neox-20b, byte, or a path")
@@ -40,7 +42,8 @@ def _train(args: argparse.Namespace) -> None:
     if args.vocab < 257:
         raise UserError(f"--vocab {args.vocab} cannot hold all bytes and the end of a document: give 257 or more")
     sources = find_sources(args.inputs)
-    reading, cuts = Reading(format=args.format, field=args.field), load_tokenizer("gpt-neox-20b").cuts
+    reading = Reading(format=args.format, field=args.field, on_error=args.on_error)
+    cuts = load_tokenizer("gpt-neox-20b").cuts
     done = 0
 
     def seen(count: int) -> None:
@@ -48,14 +51,19 @@ def _train(args: argparse.Namespace) -> None:
         done += count
         show(done, f"{done / 1e6:.1f} MB read")
 
-    with meter("training a tokenizer", sum(s.bytes for s in sources) or None) as show:
+    with contextlib.ExitStack() as stack:
+        try:
+            beside = stack.enter_context(files.atomic_file(args.out))
+        except OSError as error:
+            raise UserError(f"{args.out} cannot be written ({error.strerror}): choose another place") from None
+        show = stack.enter_context(meter("training a tokenizer", sum(s.bytes for s in sources) or None))
         units = (unit.text for source in sources for unit in read_units(source, reading, cuts, seen))
         tokenizer = train_tokenizer(units, args.vocab)
-    if tokenizer.vocab_size < args.vocab:
-        raise UserError(
-            f"the text gives only {tokenizer.vocab_size} ids, not {args.vocab}: give more text or a smaller --vocab"
-        )
-    files.write_text(args.out, tokenizer.to_json())
+        if tokenizer.vocab_size < args.vocab:
+            raise UserError(
+                f"the text gives only {tokenizer.vocab_size} ids, not {args.vocab}: give more text or a smaller --vocab"
+            )
+        beside.write_text(tokenizer.to_json(), encoding="utf-8")
     print(Path(args.out))
 
 

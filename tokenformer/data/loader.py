@@ -75,6 +75,8 @@ class Loader:
         ):
             if value < 1:
                 raise UserError(f"{name} is {value}: give a number above 0")
+        if not 0 <= rank < world:
+            raise UserError(f"rank is {rank} of a world of {world}: ranks are counted from 0")
         self.config, self.context, self.batch, self.seed, self.part = config, context, batch, seed, part
         share = -(-batch // world)
         self.micro_batch = min(micro_batch or share, share)

@@ -52,6 +52,8 @@ def read_units(
         for stream, inner in open_source(source, seen):
             name = source.name if inner in ("", source.path, source.member) else f"{source.path}: {inner}"
             kind = how.format or _FORMATS.get(os.path.splitext(inner)[1], "text")
+            if how.separator and kind != "text":
+                raise UserError(f"{inner} is {kind}, whose documents are its rows: leave --separator out")
             if kind == "text":
                 yield from _text(stream, how, cuts, name)
             else:

@@ -131,6 +131,8 @@ def load_tokenizer(name: str | Path, end: str | None = None) -> Tokenizer:
     ([12092, 1533], 50277, 0)
     """
     if str(name) == "byte":
+        if end is not None:
+            raise UserError(f"the tokenizer byte ends documents with an id of its own: leave --end {end} out")
         return ByteTokenizer()
     if str(name) == BUNDLED:
         packed = (Path(__file__).parent / f"{BUNDLED}.json.xz").read_bytes()
