@@ -113,6 +113,18 @@ def check_stream(onto: str, device: str) -> float:
     return far(differentiated(quick, x, members, up), differentiated(plain, x, members, up))
 
 
+def check_second_derivative(device: str) -> str:
+    """What is said to somebody who asks for one."""
+    x, members, _ = draw("one", device, torch.float32)
+    x.requires_grad_()
+    (y,) = pattention_group(x, members, choice="triton")
+    try:
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
 def check_zeros(theta: str, device: str) -> float:
     """Rows of zeros among others: zeros (or τ²/n each) and finite gradients, as the reference has them."""
     x, members, up = draw("segments", device, torch.float32)
@@ -182,6 +194,7 @@ def main(device: str) -> dict:
     for theta in THETAS:
         found["model"][theta] = check_model(theta, device, "none")
     found["model"]["compiled"] = check_model("l2_norm_gelu", device, "inductor" if gpu else "aot_eager")
+    found["second"] = check_second_derivative(device)
     return found
 
 

@@ -298,6 +298,8 @@ class Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError("the kernels have no second derivative: set TOKENFORMER_PATTENTION=reference")
         x, keys, scores, totals, *values = ctx.saved_tensors
         sizes, members, _, _ = ctx.layout
         own = [
@@ -323,13 +325,18 @@ def fused(
 ) -> list[Tensor]:
     """`pattention_group`; `centred` takes the mean out of each key. `onto` and `residual`: see Fused."""
     flat, shape = x.flatten(0, -2), x.shape[:-1]
-    keys = [key - key.mean(-1, keepdim=True) if centred else key for segments in members for key, _, _ in segments]
+    keys = [_without_mean(key) if centred else key for segments in members for key, _, _ in segments]
     sizes = tuple(len(key) for key in keys)
     layout = (sizes, tuple(map(len, members)), tuple(tau for m in members for *_, tau in m), theta)
     values = [_stack([value for _, value, _ in segments], x.dtype) for segments in members]
     base = None if residual is None else residual.flatten(0, -2)
     outputs = Fused.apply(flat, base, _stack(keys, x.dtype), layout, onto, *values)
     return [out.unflatten(0, shape) for out in outputs]
+
+
+def _without_mean(key: Tensor) -> Tensor:
+    wide = key.to(torch.promote_types(key.dtype, torch.float32))
+    return wide - wide.mean(-1, keepdim=True)
 
 
 def _stack(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
