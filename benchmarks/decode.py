@@ -21,7 +21,7 @@ import torch
 from tokenformer.config import ModelConfig
 from tokenformer.infer import Engine
 from tokenformer.infer.cache import StaticCache
-from tokenformer.infer.fused import FusedModel, FusedStep, Tuning
+from tokenformer.infer.fused import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
 from tokenformer.models import LanguageModel, cost
 
@@ -172,7 +172,7 @@ class Timed:
         step = self.fused.step(self.batch, tuning) if tuning else None
 
         def work() -> torch.Tensor:
-            return step(self.ids, self.positions, self.cache) if isinstance(step, FusedStep) else self.plain()
+            return step(self.ids, self.positions, self.cache) if step is not None else self.plain()
 
         for _ in range(2):
             work()

@@ -7,26 +7,26 @@ import json
 import torch
 from small_models import make
 
+from tokenformer.config import LayerOverride
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.fused import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
 from tokenformer.models import LanguageModel
 
-ROWS = {
-    "pdl": False,
-    "ahead": False,
-    "score_rows": 32,
-    "value_rows": 16,
-    "ffn_value_rows": 16,
-    "head_rows": 32,
-    "many_value_rows": 32,
-}
-SMALL = Tuning(attend_block=4, attend_split=2, many_programs=8, many_block=32, **ROWS)
-WHOLE = Tuning(attend_block=8, attend_split=1, many_attend_split=1, many_programs=1, **ROWS)
+SMALL = Tuning(
+    apart=True, programs=8, rows=4, block=4, pdl=False, product_block=32, score_rows=32, value_programs=8,
+    attend_block=4, attend_programs=20,
+)  # fmt: skip
+WHOLE = Tuning(
+    apart=True, programs=3, rows=2, block=8, pdl=False, score_rows=64, value_programs=1, attend_block=8,
+    attend_programs=1,
+)  # fmt: skip
 SHAPES = {
     "one segment": {"qkv_tokens": 64, "proj_tokens": 128, "ffn_tokens": 256},
     "segments": {"qkv_tokens": [70, 20], "proj_tokens": 50, "ffn_tokens": [100, 65, 3]},  # no multiples of 64
 }
+
+UNEVEN = {"layer_overrides": {1: LayerOverride(ffn_tokens=[100, 65])}}
 
 
 def model_of(shape: str, **keys) -> LanguageModel:
@@ -76,6 +76,19 @@ def step_error(model: LanguageModel, lengths: list[int], tuning: Tuning) -> floa
     return worst
 
 
+@torch.no_grad()
+def prefill_error(model: LanguageModel) -> float:
+    """Two chunks of two rows: what the head reads, and the cache."""
+    packed, fused = Packed(model), FusedModel(model, torch.float32)
+    ids = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(1))
+    ours, theirs = (StaticCache(model.config, 2, 16, "cpu", torch.float32) for _ in range(2))
+    errors = []
+    for start, stop in ((0, 7), (7, 12)):
+        expected = packed.hidden(ids[:, start:stop], torch.arange(start, stop), theirs, start)
+        errors.append(relative(fused.hidden(ids[:, start:stop], ours, start), expected))
+    return max(*errors, relative(ours.k, theirs.k), relative(ours.v, theirs.v))
+
+
 def zeros_error() -> float:
     """A row of zeros, and keys of zeros: the statistic is zero, and nothing may become NaN."""
     model = model_of("one segment", layers=1)
@@ -109,7 +122,8 @@ if __name__ == "__main__":
         for lengths in ([9], [5, 1, 12]):
             model = model_of(shape, layers=2 if len(lengths) == 1 else 1)
             results[f"{shape}, {len(lengths)} rows"] = step_error(model, lengths, SMALL)
-    results["library"] = step_error(model_of("segments", layers=1), [5, 1], Tuning(library=True, **ROWS))
+    results["layers of two shapes"] = step_error(model_of("segments", layers=2, **UNEVEN), [9], SMALL)
+    results["prefill"] = prefill_error(model_of("segments", layers=1))
     results["zeros"] = zeros_error()
     for lengths in ([9], [5, 1]):
         half = model_of("one segment", layers=1).half()

@@ -6,6 +6,7 @@ residual stream stays in fp32. Legend: B batch, D dim, N tokens, E output dim, M
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tokenformer.config import ModelConfig
 from tokenformer.infer.cache import StaticCache
 from tokenformer.models import LanguageModel, Pattention
+from tokenformer.ops.attention import attention
 from tokenformer.ops.rotary import angles
 
 PAD = 64
@@ -25,24 +27,26 @@ MOST = 64  # rows of data
 class Tuning:
     """Shapes of the kernels; what was fastest where it was measured (benchmarks/decode.py)."""
 
-    pdl: bool = True  # a kernel begins, with its weights, while the one before it ends
-    ahead: bool = False  # every kernel asks for the next one's weights
-    score_rows: int = 16  # one row of data: scores a program, and outputs a program
-    value_rows: int = 16
-    ffn_value_rows: int = 8
-    value_block: int = 1024
-    head_rows: int = 4
-    warps: int = 4
+    ahead: bool = True  # weights are asked for before what they meet is there
+    apart: bool = False  # no kernel waits for itself: for Triton's interpreter
+    # one row of data: one kernel
+    programs: int = 0  # 0: one a multiprocessor
+    rows: int = 4  # of weights in a tile
+    warps: int = 8
+    block: int = 32  # slots of the cache at once
+    # several rows of data
+    pdl: bool = True  # a kernel begins while the one before it ends
+    score_rows: int = 32  # of weights a program: of q, k and v or the FFN, and of proj
+    proj_rows: int = 16
+    value_rows: int = 32
+    value_programs: int = 132  # about how many share one product of values
+    product_block: int = 128
+    product_warps: int = 4
+    product_stages: int = 5
     attend_block: int = 32
-    attend_split: int = 8
-    library: bool = True  # several rows of data: matrix products by cuBLAS, or by the kernels below
-    many_score_rows: int = 64
-    many_value_rows: int = 64
-    many_block: int = 128
-    many_programs: int = 264  # about how many share one product of values
-    many_warps: int = 4
-    many_stages: int = 4
-    many_attend_split: int = 2
+    attend_warps: int = 4
+    attend_stages: int = 3
+    attend_programs: int = 264  # at least so many, if the heads of all rows are fewer
 
 
 def why_not(config: ModelConfig, device: torch.device) -> str | None:
@@ -61,153 +65,197 @@ def why_not(config: ModelConfig, device: torch.device) -> str | None:
 
 
 class FusedTokens:
-    """Pattentions of one input, laid out for the kernels."""
+    """Pattentions of one input (q, k and v, or one alone) of layers of one shape, laid out for the kernels."""
 
-    def __init__(self, members: Sequence[Pattention], dtype: torch.dtype, centred: bool) -> None:
-        sizes = [len(s.key_tokens) for s in members[0].segments]
+    def __init__(self, layers: Sequence[Sequence[Pattention]], dtype: torch.dtype, centred: bool) -> None:
+        one, self.members = layers[0][0].segments, len(layers[0])
+        sizes = [len(s.key_tokens) for s in one]
         padded = [-(-n // PAD) * PAD for n in sizes]
-        device, self.n = members[0].segments[0].key_tokens.device, sum(padded)
-        d_in, d_out = members[0].segments[0].key_tokens.shape[1], members[0].segments[0].value_tokens.shape[1]
-        self.key_ND = torch.zeros(len(members) * self.n, d_in, dtype=dtype, device=device)
-        self.value_MEN = torch.zeros(len(members), d_out, self.n, dtype=dtype, device=device)
-        for m, member in enumerate(members):
-            at = 0
-            for segment, size, room in zip(member.segments, sizes, padded, strict=True):
-                keys = segment.key_tokens.detach().float()
-                if centred:  # Σ over channels of (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
-                    keys = keys - keys.mean(-1, keepdim=True)
-                self.key_ND[m * self.n + at : m * self.n + at + size] = keys.to(dtype)
-                self.value_MEN[m, :, at : at + size] = segment.value_tokens.detach().T.to(dtype)
-                at += room
-        ends = torch.tensor([0, *padded]).cumsum(0)
-        self.bounds = ends.to(device=device, dtype=torch.int32)
-        self.tau = torch.tensor([s.tau for s in members[0].segments], dtype=torch.float32, device=device)
-        self.members = len(members)
-        self.wide = self.n > 2 * d_out
+        device, self.n = one[0].key_tokens.device, sum(padded)
+        d_in, d_out = one[0].key_tokens.shape[1], one[0].value_tokens.shape[1]
+        self.key_LND = torch.zeros(len(layers), self.members * self.n, d_in, dtype=dtype, device=device)
+        self.value_LMEN = torch.zeros(len(layers), self.members, d_out, self.n, dtype=dtype, device=device)
+        for i, members in enumerate(layers):
+            for m, member in enumerate(members):
+                at = 0
+                for segment, size, room in zip(member.segments, sizes, padded, strict=True):
+                    keys = segment.key_tokens.detach().float()
+                    if centred:  # Σ over channels of (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
+                        keys = keys - keys.mean(-1, keepdim=True)
+                    self.key_LND[i, m * self.n + at : m * self.n + at + size] = keys.to(dtype)
+                    self.value_LMEN[i, m, :, at : at + size] = segment.value_tokens.detach().T.to(dtype)
+                    at += room
+        self.bounds = torch.tensor([0, *padded]).cumsum(0).to(device=device, dtype=torch.int32)
+        taus = [[s.tau for s in members[0].segments] for members in layers]
+        self.tau_LS = torch.tensor(taus, dtype=torch.float32, device=device)
         self.block = min(n & -n for n in padded)  # a power of two that divides all of them
 
 
 class FusedModel:
-    """A model's weights for the kernels; steps of any batch share them."""
+    """A model's weights for the kernels; steps of any batch share them. Layers of one shape lie together."""
 
     def __init__(self, model: LanguageModel, dtype: torch.dtype) -> None:
         self.config, self.dtype = model.config, dtype
-        self.layers = []
+        layers: list[tuple[list[Pattention], ...]] = []
         for block in model.blocks:
             part: Any = block
             a = part.attention
-            self.layers.append(
-                (
-                    FusedTokens([a.query, a.key, a.value], dtype, centred=True),
-                    FusedTokens([a.proj], dtype, centred=False),
-                    FusedTokens([part.ffn], dtype, centred=True),
-                )
-            )
+            layers.append(([a.query, a.key, a.value], [a.proj], [part.ffn]))
+        self.runs = []
+        for _, run in groupby(layers, lambda layer: [[len(s.key_tokens) for s in g[0].segments] for g in layer]):
+            some = list(run)
+            self.runs.append([FusedTokens([layer[i] for layer in some], dtype, i != 1) for i in range(3)])
+        self.places = [(run, at) for run in self.runs for at in range(len(run[0].tau_LS))]
         self.embedding = model.embedding.weight.detach().to(dtype)
         self.head = self.embedding if model.head is None else model.head.weight.detach().to(dtype)
         norm: Any = model.norm
-        self.norm = tuple(p.detach().float() for p in (norm.weight, norm.bias))
+        self.norm = (norm.weight.detach().float(), norm.bias.detach().float(), model.config.norm_eps)
         self.device = self.embedding.device
 
-    def step(self, batch: int, tuning: Tuning) -> "FusedStep | None":
-        return FusedStep(self, batch, tuning) if batch <= MOST else None
+    def step(self, batch: int, tuning: Tuning) -> "OneStep | FewStep | None":
+        if batch == 1:
+            return OneStep(self, tuning)
+        return FewStep(self, batch, tuning) if batch <= MOST else None
+
+    def hidden(self, ids_BT: Tensor, cache: StaticCache, start: int) -> Tensor:
+        """(B, T, D) after the final norm; all rows stand at start, start + 1, …, which come into the cache."""
+        from tokenformer.ops.kernels import decode
+
+        c, (batch, length) = self.config, ids_BT.shape
+        turn = self.rotary(start + length)
+        x_TD = self.embedding[ids_BT].flatten(0, 1)
+        q_BHTC = torch.empty(batch, c.heads, length, c.head_dim, dtype=self.dtype, device=self.device)
+        for i, ((qkv, proj, ffn), at) in enumerate(self.places):
+            qkv_MTD = torch.bmm(_weights(qkv, at, x_TD), qkv.value_LMEN[at].mT)
+            decode.place(qkv_MTD, cache.k[i], cache.v[i], *turn, start, q_BHTC)
+            seen_BHTC = attention(q_BHTC, *(t[i, :, :, : start + length] for t in (cache.k, cache.v)))
+            seen_TD = seen_BHTC.transpose(1, 2).reshape(x_TD.shape)
+            x_TD.addmm_(_weights(proj, at, seen_TD)[0], proj.value_LMEN[at, 0].T)
+            x_TD.addmm_(_weights(ffn, at, x_TD)[0], ffn.value_LMEN[at, 0].T)
+        weight, bias, eps = self.norm
+        return F.layer_norm(x_TD.float(), (c.dim,), weight, bias, eps).to(self.dtype).unflatten(0, (batch, length))
+
+    def rotary(self, slots: int) -> tuple[Tensor, Tensor]:
+        return angles(torch.arange(slots, device=self.device), self.config.rotary_dims, self.config.rotary_base)
 
 
-class FusedStep:
+def _weights(tokens: FusedTokens, at: int, x_TD: Tensor) -> Tensor:
+    """(M, T, N): what each row of data gives to the values of layer `at`."""
+    from tokenformer.ops.kernels import decode
+
+    score_TN = x_TD @ tokens.key_LND[at].T
+    decode.activate(score_TN, tokens.tau_LS[at], tokens.bounds, tokens.members)
+    return score_TN.unflatten(1, (tokens.members, -1)).transpose(0, 1)
+
+
+class OneStep:
+    """ids (1,), positions (1,), cache → logits (1, W): one launch for layers of one shape, and the head."""
+
+    def __init__(self, model: FusedModel, tuning: Tuning) -> None:
+        self.model, self.tuning = model, tuning
+        c, device = model.config, model.device
+        self.programs = tuning.programs or torch.cuda.get_device_properties(device).multi_processor_count
+        self.split = 1 << (max(1, self.programs // c.heads).bit_length() - 1)
+        width = 1 << (c.head_dim - 1).bit_length()
+        self.x = torch.empty(1, c.dim, device=device)
+        most = max(t.members * t.n for run in model.runs for t in run)
+        self.score, self.qkv, self.seen, self.part = (
+            torch.empty(n, device=device) for n in (most, 3 * c.dim, c.dim, c.heads * self.split * (width + 2))
+        )
+        self.logits = torch.empty(1, len(model.head), device=device)
+        self.counter = torch.zeros(1 + c.heads, dtype=torch.int32, device=device)
+        self.angles: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
+        from tokenformer.ops.kernels import decode_one
+
+        m, t = self.model, self.tuning
+        if self.angles is None or len(self.angles[0]) < cache.slots:
+            self.angles = m.rotary(cache.slots)
+        at = 0
+        for run in m.runs:
+            layers = len(run[0].tau_LS)
+            k, v, last = cache.k[at : at + layers], cache.v[at : at + layers], at + layers == m.config.layers
+            decode_one.step(
+                ids_B, positions_B, m.embedding, self.x, run, k, v, *self.angles, m.norm, m.head, self.logits,
+                self.score, self.qkv, self.seen, self.part, self.counter, first=at == 0, last=last,
+                programs=self.programs, split=self.split, block=t.block, rows=t.rows, warps=t.warps,
+                ahead=t.ahead and not t.apart, apart=t.apart,
+            )  # fmt: skip
+            at += layers
+        return self.logits
+
+
+class FewStep:
     """ids (B,), positions (B,), cache → logits (B, W), for one batch size."""
 
     def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
         self.model, self.batch, self.tuning = model, batch, tuning
         c, device = model.config, model.device
-        most = max(t.members * t.n for layer in model.layers for t in layer)
+        most = max(t.members * t.n for run in model.runs for t in run)
         self.bb = max(16, 1 << (batch - 1).bit_length())
-        wide = torch.float32 if batch == 1 else model.dtype
-        self.score = torch.empty(batch, most, dtype=wide, device=device)
-        self.stat = torch.empty(most // 4, self.bb, device=device)
-        self.library = tuning.library and batch > 1
-        kind = model.dtype if self.library else torch.float32
-        self.qkv_MBD = torch.empty(3, batch, c.dim, dtype=kind, device=device)
-        self.seen_BD = torch.empty(batch, c.dim, dtype=wide, device=device)
-        self.copy_BD = torch.empty(batch, c.dim, dtype=model.dtype, device=device)
-        split = max(self.split(t) for layer in model.layers for t in layer)
-        self.part = torch.empty(3 * split * c.dim * self.bb, device=device) if batch > 1 else self.stat
+        self.g = torch.empty(batch * most, dtype=model.dtype, device=device)
+        self.raw = torch.empty(most * self.bb if tuning.apart else 1, device=device)
+        self.stat = torch.empty(most // 16, self.bb, device=device)
+        self.qkv_MBD = torch.empty(3, batch, c.dim, device=device)
+        self.seen_BD = torch.empty(batch, c.dim, dtype=model.dtype, device=device)
+        split = max(self.split(t) for run in model.runs for t in run)
+        self.part = torch.empty(3 * split * c.dim * self.bb, device=device)
+        self.attend_split = 1 << (-(-tuning.attend_programs // (batch * c.heads)) - 1).bit_length()
         width = 1 << (c.head_dim - 1).bit_length()
-        splits = tuning.attend_split if batch == 1 else tuning.many_attend_split
-        self.attend_part = torch.empty(batch * c.heads * splits * (width + 2), device=device)
+        self.attend_part = torch.empty(batch * c.heads * self.attend_split * (width + 2), device=device)
         self.counter = torch.zeros(max(3 * c.dim, batch * c.heads), dtype=torch.int32, device=device)
-        self.logits = torch.empty(batch, len(model.head), device=device)
-        self.rotary: tuple[Tensor, Tensor] | None = None
+        self.counters = torch.zeros(c.layers, 3, dtype=torch.int32, device=device)
+        self.angles: tuple[Tensor, Tensor] | None = None
 
     def split(self, tokens: FusedTokens) -> int:
         """Programs that share the tokens of one tile of outputs: about enough to fill the device, whole blocks each."""
-        tiles = tokens.members * (tokens.value_MEN.shape[1] // self.tuning.many_value_rows)
-        blocks = tokens.n // min(self.tuning.many_block, tokens.block)
-        each = -(-blocks // max(1, min(self.tuning.many_programs // tiles, blocks)))
+        tiles = tokens.members * (tokens.value_LMEN.shape[2] // self.tuning.value_rows)
+        blocks = tokens.n // min(self.tuning.product_block, tokens.block)
+        each = -(-blocks // max(1, min(self.tuning.value_programs // tiles, blocks)))
         return -(-blocks // each)
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
         from tokenformer.ops.kernels import decode
 
-        t, c, one = self.tuning, self.model.config, self.batch == 1
-        if self.rotary is None or len(self.rotary[0]) < cache.slots:
-            places = torch.arange(cache.slots, device=self.model.device)
-            self.rotary = angles(places, c.rotary_dims, c.rotary_base)
-        x_BD = self.model.embedding[ids_B]
-        if self.library:
-            self.copy_BD = x_BD  # the stream itself
-        else:
-            x_BD = x_BD.float()
-            if not one:
-                self.copy_BD.copy_(x_BD)
-        for i, (qkv, proj, ffn) in enumerate(self.model.layers):
-            after = self.model.layers[i + 1][0].key_ND if i + 1 < c.layers else None
-            self._tokens(qkv, x_BD if one else self.copy_BD, self.qkv_MBD, None, proj.key_ND)
+        m, t, c = self.model, self.tuning, self.model.config
+        if self.angles is None or len(self.angles[0]) < cache.slots:
+            self.angles = m.rotary(cache.slots)
+        self.counters.zero_()
+        copy_BD = m.embedding[ids_B]
+        x_BD = copy_BD.float()
+        for i, (run, at) in enumerate(m.places):
+            qkv, proj, ffn = run
+            self._tokens(qkv, at, self.counters[i, 0:], copy_BD, self.qkv_MBD, None)
             decode.attend(
-                self.qkv_MBD, cache.k[i], cache.v[i], *self.rotary, positions_B, self.seen_BD, self.attend_part,
-                self.counter, block=t.attend_block, split=t.attend_split if one else t.many_attend_split,
-                warps=t.warps, pdl=t.pdl, ahead=proj.value_MEN if t.ahead else None,
+                self.qkv_MBD, cache.k[i], cache.v[i], *self.angles, positions_B, self.seen_BD, self.attend_part,
+                self.counter, block=t.attend_block, split=self.attend_split, warps=t.attend_warps,
+                stages=t.attend_stages, pdl=t.pdl,
             )  # fmt: skip
-            self._tokens(proj, self.seen_BD, x_BD, self.copy_BD, ffn.key_ND)
-            self._tokens(ffn, x_BD if one else self.copy_BD, x_BD, self.copy_BD, after)
-        weight, bias = self.model.norm
-        hidden_BD = F.layer_norm(x_BD.float(), (c.dim,), weight, bias, c.norm_eps).to(self.model.dtype)
-        if not one:
-            return (hidden_BD @ self.model.head.T).float()
-        decode.scores_one(hidden_BD, self.model.head, self.logits, None, rows=t.head_rows, warps=t.warps, pdl=t.pdl)
-        return self.logits
+            self._tokens(proj, at, self.counters[i, 1:], self.seen_BD, x_BD, copy_BD)
+            self._tokens(ffn, at, self.counters[i, 2:], copy_BD, x_BD, copy_BD)
+        weight, bias, eps = m.norm
+        hidden_BD = F.layer_norm(x_BD, (c.dim,), weight, bias, eps).to(m.dtype)
+        return (hidden_BD @ m.head.T).float()
 
-    def _tokens(self, tokens: FusedTokens, x: Tensor, out: Tensor, copy: Tensor | None, after: Tensor | None) -> None:
-        """One group of Pattentions into `out`; with `copy` added to it. `after`: the weights that are read next."""
+    def _tokens(
+        self, tokens: FusedTokens, at: int, counter: Tensor, x: Tensor, out: Tensor, copy: Tensor | None
+    ) -> None:
+        """One group of Pattentions of layer `at` of its run into `out`; with `copy` added to it."""
         from tokenformer.ops.kernels import decode
 
         t = self.tuning
-        ahead = (tokens.value_MEN, after) if t.ahead else (None, None)
-        if self.batch == 1:
-            decode.scores_one(
-                x, tokens.key_ND, self.score, self.stat, rows=t.score_rows, warps=t.warps, pdl=t.pdl, ahead=ahead[0]
-            )
-            decode.values_one(
-                self.score, self.stat, tokens.tau, tokens.bounds, tokens.value_MEN, out,
-                par=t.score_rows, rows=t.ffn_value_rows if tokens.wide else t.value_rows,
-                block=min(t.value_block, tokens.block), warps=t.warps, add=copy is not None, pdl=t.pdl, ahead=ahead[1],
-            )  # fmt: skip
-            return
-        score_BN = self.score.view(-1)[: self.batch * len(tokens.key_ND)].view(self.batch, -1)
-        if self.library:
-            torch.mm(x, tokens.key_ND.T, out=score_BN)
-            decode.activate(score_BN, score_BN, tokens.tau, tokens.bounds, tokens.members, t.warps, t.pdl)
-            if copy is not None:
-                out.addmm_(score_BN, tokens.value_MEN[0].T)
-            else:
-                rows_MBN = score_BN.view(self.batch, tokens.members, -1).transpose(0, 1)
-                torch.bmm(rows_MBN, tokens.value_MEN.mT, out=out)
-            return
-        many: dict[str, Any] = {"bb": self.bb, "warps": t.many_warps, "stages": t.many_stages, "pdl": t.pdl}
-        decode.scores_many(
-            x, tokens.key_ND, score_BN, self.stat, rows=t.many_score_rows, block=t.many_block, ahead=ahead[0], **many
-        )
-        decode.values_many(
-            score_BN, self.stat, tokens.tau, tokens.bounds, tokens.value_MEN, out, copy, self.part, self.counter,
-            par=t.many_score_rows, rows=t.many_value_rows, split=self.split(tokens),
-            block=min(t.many_block, tokens.block), ahead=ahead[1], **many,
+        g_BN = self.g[: self.batch * tokens.members * tokens.n].view(self.batch, -1)
+        how: dict[str, Any] = {
+            "bb": self.bb, "warps": t.product_warps, "stages": t.product_stages, "pdl": t.pdl and not t.apart,
+            "ahead": t.ahead and not t.apart,
+        }  # fmt: skip
+        decode.scores(
+            x, tokens.key_LND[at], g_BN, self.raw, self.stat, counter, tokens.tau_LS[at], tokens.bounds,
+            tokens.members, rows=t.proj_rows if len(tokens.key_LND[at]) <= 2048 else t.score_rows,
+            block=t.product_block, apart=t.apart, **how,
         )  # fmt: skip
+        decode.values(
+            g_BN, tokens.value_LMEN[at], out, copy, self.part, self.counter, rows=t.value_rows,
+            block=min(t.product_block, tokens.block), split=self.split(tokens), **how,
+        )
