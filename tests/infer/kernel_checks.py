@@ -14,11 +14,11 @@ from tokenformer.infer.packed import Packed
 from tokenformer.models import LanguageModel
 
 SMALL = Tuning(
-    apart=True, programs=8, rows=4, block=4, pdl=False, product_block=32, score_rows=32, value_programs=8,
-    attend_block=4, attend_programs=20,
+    apart=True, pdl=False, programs=4, rows=8, words=16, depth=3, product_block=32, score_rows=32, value_rows=32,
+    value_programs=8, early=True, attend_block=4, attend_programs=20,
 )  # fmt: skip
 WHOLE = Tuning(
-    apart=True, programs=3, rows=2, block=8, pdl=False, score_rows=64, value_programs=1, attend_block=8,
+    apart=True, pdl=False, programs=1, rows=16, words=64, depth=9, score_rows=64, value_programs=1, attend_block=8,
     attend_programs=1,
 )  # fmt: skip
 SHAPES = {

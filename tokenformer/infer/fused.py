@@ -27,26 +27,27 @@ MOST = 64  # rows of data
 class Tuning:
     """Shapes of the kernels; what was fastest where it was measured (benchmarks/decode.py)."""
 
-    ahead: bool = True  # weights are asked for before what they meet is there
-    apart: bool = False  # no kernel waits for itself: for Triton's interpreter
-    # one row of data: one kernel
-    programs: int = 0  # 0: one a multiprocessor
-    rows: int = 4  # of weights in a tile
-    warps: int = 8
-    block: int = 32  # slots of the cache at once
-    # several rows of data
     pdl: bool = True  # a kernel begins while the one before it ends
-    score_rows: int = 32  # of weights a program: of q, k and v or the FFN, and of proj
-    proj_rows: int = 16
-    value_rows: int = 32
+    apart: bool = False  # no kernel waits for itself: for Triton's interpreter
+    # one row of data
+    programs: int = 0  # 0: one a multiprocessor
+    rows: int = 8  # of weights in a piece
+    words: int = 128
+    depth: int = 12  # pieces under way
+    warps: int = 8
+    # several rows of data
+    score_rows: int = 64  # of weights a program: of q, k and v or the FFN, and of proj
+    proj_rows: int = 32
+    value_rows: int = 64
     value_programs: int = 132  # about how many share one product of values
     product_block: int = 128
     product_warps: int = 4
     product_stages: int = 5
-    attend_block: int = 32
-    attend_warps: int = 4
+    early: bool = False  # the first weights come before the wait
+    attend_block: int = 16
+    attend_warps: int = 2
     attend_stages: int = 3
-    attend_programs: int = 264  # at least so many, if the heads of all rows are fewer
+    attend_programs: int = 128  # at least so many, if the heads of all rows are fewer
 
 
 def why_not(config: ModelConfig, device: torch.device) -> str | None:
@@ -149,41 +150,63 @@ def _weights(tokens: FusedTokens, at: int, x_TD: Tensor) -> Tensor:
 
 
 class OneStep:
-    """ids (1,), positions (1,), cache → logits (1, W): one launch for layers of one shape, and the head."""
+    """ids (1,), positions (1,), cache → logits (1, W)."""
 
     def __init__(self, model: FusedModel, tuning: Tuning) -> None:
         self.model, self.tuning = model, tuning
         c, device = model.config, model.device
         self.programs = tuning.programs or torch.cuda.get_device_properties(device).multi_processor_count
-        self.split = 1 << (max(1, self.programs // c.heads).bit_length() - 1)
-        width = 1 << (c.head_dim - 1).bit_length()
-        self.x = torch.empty(1, c.dim, device=device)
         most = max(t.members * t.n for run in model.runs for t in run)
-        self.score, self.qkv, self.seen, self.part = (
-            torch.empty(n, device=device) for n in (most, 3 * c.dim, c.dim, c.heads * self.split * (width + 2))
-        )
-        self.logits = torch.empty(1, len(model.head), device=device)
-        self.counter = torch.zeros(1 + c.heads, dtype=torch.int32, device=device)
-        self.angles: tuple[Tensor, Tensor] | None = None
+        self.score, self.logits = torch.empty(most, device=device), torch.empty(1, len(model.head), device=device)
+        self.qkv_MBD, self.seen_BD = torch.empty(3, 1, c.dim, device=device), torch.empty(1, c.dim, device=device)
+        self.attend = Attend(model, 1, tuning)
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
         from tokenformer.ops.kernels import decode_one
 
         m, t = self.model, self.tuning
-        if self.angles is None or len(self.angles[0]) < cache.slots:
-            self.angles = m.rotary(cache.slots)
-        at = 0
-        for run in m.runs:
-            layers = len(run[0].tau_LS)
-            k, v, last = cache.k[at : at + layers], cache.v[at : at + layers], at + layers == m.config.layers
-            decode_one.step(
-                ids_B, positions_B, m.embedding, self.x, run, k, v, *self.angles, m.norm, m.head, self.logits,
-                self.score, self.qkv, self.seen, self.part, self.counter, first=at == 0, last=last,
-                programs=self.programs, split=self.split, block=t.block, rows=t.rows, warps=t.warps,
-                ahead=t.ahead and not t.apart, apart=t.apart,
+        how: dict[str, Any] = {"rows": t.rows, "words": t.words, "depth": t.depth, "warps": t.warps, "pdl": t.pdl}
+        x_BD = m.embedding[ids_B].float()
+
+        def tokens(group: FusedTokens, at: int, x: Tensor, out: Tensor, add: bool) -> None:
+            decode_one.scores_one(x, group.key_LND[at], self.score, programs=self.programs, **how)
+            decode_one.values_one(
+                self.score, group.tau_LS[at], group.bounds, group.value_LMEN[at], out, add=add,
+                programs=self.programs, **how,
             )  # fmt: skip
-            at += layers
+
+        for i, ((qkv, proj, ffn), at) in enumerate(m.places):
+            tokens(qkv, at, x_BD, self.qkv_MBD, False)
+            self.attend(self.qkv_MBD, cache, i, positions_B, self.seen_BD)
+            tokens(proj, at, self.seen_BD, x_BD, True)
+            tokens(ffn, at, x_BD, x_BD, True)
+        weight, bias, eps = m.norm
+        hidden_BD = F.layer_norm(x_BD, x_BD.shape[1:], weight, bias, eps).to(m.dtype)
+        decode_one.scores_one(hidden_BD, m.head, self.logits, programs=8 * self.programs, **how)
         return self.logits
+
+
+class Attend:
+    """Attention of the new positions, and their place in the cache."""
+
+    def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
+        self.model, self.tuning, units = model, tuning, batch * model.config.heads
+        self.split = 1 << (-(-tuning.attend_programs // units) - 1).bit_length()
+        width = 1 << (model.config.head_dim - 1).bit_length()
+        self.part = torch.empty(units * self.split * (width + 2), device=model.device)
+        self.counter = torch.zeros(units, dtype=torch.int32, device=model.device)
+        self.angles: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, qkv_MBD: Tensor, cache: StaticCache, layer: int, positions_B: Tensor, out_BD: Tensor) -> None:
+        from tokenformer.ops.kernels import decode
+
+        if self.angles is None or len(self.angles[0]) < cache.slots:
+            self.angles = self.model.rotary(cache.slots)
+        t = self.tuning
+        decode.attend(
+            qkv_MBD, cache.k[layer], cache.v[layer], *self.angles, positions_B, out_BD, self.part, self.counter,
+            block=t.attend_block, split=self.split, warps=t.attend_warps, stages=t.attend_stages, pdl=t.pdl,
+        )  # fmt: skip
 
 
 class FewStep:
@@ -201,12 +224,9 @@ class FewStep:
         self.seen_BD = torch.empty(batch, c.dim, dtype=model.dtype, device=device)
         split = max(self.split(t) for run in model.runs for t in run)
         self.part = torch.empty(3 * split * c.dim * self.bb, device=device)
-        self.attend_split = 1 << (-(-tuning.attend_programs // (batch * c.heads)) - 1).bit_length()
-        width = 1 << (c.head_dim - 1).bit_length()
-        self.attend_part = torch.empty(batch * c.heads * self.attend_split * (width + 2), device=device)
-        self.counter = torch.zeros(max(3 * c.dim, batch * c.heads), dtype=torch.int32, device=device)
+        self.attend = Attend(model, batch, tuning)
+        self.counter = torch.zeros(3 * c.dim, dtype=torch.int32, device=device)
         self.counters = torch.zeros(c.layers, 3, dtype=torch.int32, device=device)
-        self.angles: tuple[Tensor, Tensor] | None = None
 
     def split(self, tokens: FusedTokens) -> int:
         """Programs that share the tokens of one tile of outputs: about enough to fill the device, whole blocks each."""
@@ -216,22 +236,14 @@ class FewStep:
         return -(-blocks // each)
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
-        from tokenformer.ops.kernels import decode
-
-        m, t, c = self.model, self.tuning, self.model.config
-        if self.angles is None or len(self.angles[0]) < cache.slots:
-            self.angles = m.rotary(cache.slots)
+        m, c = self.model, self.model.config
         self.counters.zero_()
         copy_BD = m.embedding[ids_B]
         x_BD = copy_BD.float()
         for i, (run, at) in enumerate(m.places):
             qkv, proj, ffn = run
             self._tokens(qkv, at, self.counters[i, 0:], copy_BD, self.qkv_MBD, None)
-            decode.attend(
-                self.qkv_MBD, cache.k[i], cache.v[i], *self.angles, positions_B, self.seen_BD, self.attend_part,
-                self.counter, block=t.attend_block, split=self.attend_split, warps=t.attend_warps,
-                stages=t.attend_stages, pdl=t.pdl,
-            )  # fmt: skip
+            self.attend(self.qkv_MBD, cache, i, positions_B, self.seen_BD)
             self._tokens(proj, at, self.counters[i, 1:], self.seen_BD, x_BD, copy_BD)
             self._tokens(ffn, at, self.counters[i, 2:], copy_BD, x_BD, copy_BD)
         weight, bias, eps = m.norm
@@ -247,8 +259,7 @@ class FewStep:
         t = self.tuning
         g_BN = self.g[: self.batch * tokens.members * tokens.n].view(self.batch, -1)
         how: dict[str, Any] = {
-            "bb": self.bb, "warps": t.product_warps, "stages": t.product_stages, "pdl": t.pdl and not t.apart,
-            "ahead": t.ahead and not t.apart,
+            "bb": self.bb, "warps": t.product_warps, "stages": t.product_stages, "pdl": t.pdl, "early": t.early,
         }  # fmt: skip
         decode.scores(
             x, tokens.key_LND[at], g_BN, self.raw, self.stat, counter, tokens.tau_LS[at], tokens.bounds,

@@ -4,7 +4,7 @@ Unusual: LayerNorm is not computed. l2_norm_gelu ignores the scale of its input,
 was taken out (once, by the caller) ignore its mean: what is left of LayerNorm is nothing. Scores stay in registers until
 all programs know the norm: the grid is on the device at once and waits for itself, by a counter in memory. Sums over
 several programs are taken by the last of them, in a fixed order, so that equal inputs give equal bits.
-Programs may begin before the kernel before theirs has ended (PDL): they ask for their weights, and then wait.
+Programs may begin before the kernel before theirs has ended (PDL): their first weights are under way when they wait.
 Legend: B rows of data, D d_in, N parameter tokens (each segment padded to 64 with zero tokens), E d_out, M members
 (q, k, v), H heads, C head_dim, S slots of the cache.
 """
@@ -44,19 +44,10 @@ def _wait(counter, target):
 
 
 @jit
-def _ask(at, size):
-    """`size` bytes at each of some places come into the L2 cache meanwhile."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [at.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@jit
 def _scores(
     x, keys, out, raw, stat, counter, tau, bounds, batch, count,
     D: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, PARTS: tl.constexpr,
-    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, HALF: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """out (B, count) = gelu(score · τ / ‖score‖) of score = x · keysᵀ, each segment of each member by itself.
 
@@ -68,13 +59,17 @@ def _scores(
     cols = tl.arange(0, BK)
     b = tl.arange(0, BB)
     keep = raw + rows[:, None] * BB + b[None, :]
-    if AHEAD:
-        _ask(keys + rows.to(tl.int64) * D, tl.full((ROWS,), D * keys.dtype.element_ty.primitive_bitwidth // 8, tl.int32))
-    if PDL:
-        gdc_wait()
     acc = tl.zeros((ROWS, BB), tl.float32)
+    if EARLY:
+        w = tl.load(keys + rows[:, None] * D + cols[None, :], eviction_policy="evict_first")
+        if PDL:
+            gdc_wait()
+        xt = tl.load(x + b[None, :] * D + cols[:, None], mask=b[None, :] < batch, other=0.0)
+        acc = tl.dot(w, xt, acc, input_precision=PRECISION)
+    elif PDL:
+        gdc_wait()
     if HALF != 2:
-        for k in range(0, D, BK):
+        for k in range(BK if EARLY else 0, D, BK):
             w = tl.load(keys + rows[:, None] * D + (k + cols)[None, :], eviction_policy="evict_first")
             xt = tl.load(x + b[None, :] * D + (k + cols)[:, None], mask=b[None, :] < batch, other=0.0)
             acc = tl.dot(w, xt, acc, input_precision=PRECISION)
@@ -109,7 +104,7 @@ def _scores(
 def _values(
     g, values, out, copy, part, counter, batch, count,
     N: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, SPLIT: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out (M, B, E) = values · g of each member, the tokens split over programs, the last of which adds up.
 
@@ -125,13 +120,18 @@ def _values(
     low = split * per
     high = tl.minimum(low + per, N)
     w_rows = values + (member * E + rows) * N
-    if AHEAD:
-        size = (high - low) * (values.dtype.element_ty.primitive_bitwidth // 8)
-        _ask(w_rows + low, tl.zeros((ROWS,), tl.int32) + size)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     acc = tl.zeros((ROWS, BB), tl.float32)
+    if EARLY:
+        w = tl.load(w_rows[:, None] + (low + cols)[None, :], eviction_policy="evict_first")
+        if PDL:
+            gdc_wait()
+        gt = tl.load(g + b[None, :] * count + member * N + (low + cols)[:, None], mask=b[None, :] < batch, other=0.0)
+        acc = tl.dot(w, gt, acc, input_precision=PRECISION)
+        low += BK
+    elif PDL:
+        gdc_wait()
     for k in range(low, high, BK):
         at = tl.multiple_of(k, BK) + cols
         w = tl.load(w_rows[:, None] + at[None, :], eviction_policy="evict_first")
@@ -190,12 +190,9 @@ def _attend(
     new_q = _turned(q, c, cosine, sine, HALF, C).to(keys.dtype.element_ty).to(tl.float32) * scale
     new_k = _turned(k, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
     new_v = tl.load(v + c, mask=inside, other=0.0, cache_modifier=".cg").to(values.dtype.element_ty)
-    tl.store(keys + place * C + c, new_k, mask=inside & (split == 0))
-    tl.store(values + place * C + c, new_v, mask=inside & (split == 0))
-    mine = (lane == 0) & (split == 0)  # the new position belongs to the first lane of the first program
-    top = tl.where(mine, tl.sum(new_q * new_k.to(tl.float32), 0), FAR)
-    norm = tl.where(mine, 1.0, 0.0)
-    acc = new_v.to(tl.float32)[None, :] * norm[:, None]
+    top = tl.full((BS,), FAR, tl.float32)
+    norm = tl.zeros((BS,), tl.float32)
+    acc = tl.zeros((BS, CP), tl.float32)
     per = tl.cdiv(place, SPLIT).to(tl.int32)
     low = split * per
     high = tl.minimum(low + per, place.to(tl.int32))
@@ -213,10 +210,14 @@ def _attend(
         norm = norm * shrink + weight
         acc = acc * shrink[:, None] + old_v.to(tl.float32) * weight[:, None]
         top = higher
-    most = tl.max(top, 0)
+    score = tl.where(split == 0, tl.sum(new_q * new_k.to(tl.float32), 0), FAR)  # the new position: the first program's
+    most = tl.maximum(tl.max(top, 0), score)
     share = tl.exp(top - most)
-    total = tl.sum(norm * share, 0)
-    sums = tl.sum(acc * share[:, None], 0)
+    weight = tl.where(split == 0, tl.exp(score - most), 0.0)
+    total = tl.sum(norm * share, 0) + weight
+    sums = tl.sum(acc * share[:, None], 0) + new_v.to(tl.float32) * weight
+    tl.store(keys + place * C + c, new_k, mask=inside & (split == 0))
+    tl.store(values + place * C + c, new_v, mask=inside & (split == 0))
     if SPLIT == 1:
         tl.store(out + c, sums / total, mask=inside)
     else:
@@ -302,7 +303,7 @@ def _place(
 
 def scores(
     x_BD: Tensor, keys: Tensor, out_BN: Tensor, raw: Tensor, stat: Tensor, counter: Tensor, tau: Tensor,
-    bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool, ahead: bool,
+    bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool, early: bool,
     apart: bool,
 ) -> None:  # fmt: skip
     """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `counter` is 0 before. `apart`: in two launches, for the interpreter."""
@@ -312,20 +313,20 @@ def scores(
             x_BD, keys, out_BN, raw, stat, counter, tau, bounds, x_BD.shape[0], count,
             D=dim, N=count // members, ROWS=rows, BK=_power(dim, block), BB=bb,
             PARTS=triton.next_power_of_2(count // members // rows), SEGMENTS=len(tau), PRECISION=_precision(keys),
-            PDL=pdl, AHEAD=ahead, HALF=half, num_warps=warps, num_stages=stages, **_launch(pdl, not apart),
+            PDL=pdl, EARLY=early, HALF=half, num_warps=warps, num_stages=stages, **_launch(pdl, not apart),
         )  # fmt: skip
 
 
 def values(
     g_BN: Tensor, values_MEN: Tensor, out_MBE: Tensor, copy: Tensor | None, part: Tensor, counter: Tensor, *,
-    rows: int, block: int, bb: int, split: int, warps: int, stages: int, pdl: bool, ahead: bool,
+    rows: int, block: int, bb: int, split: int, warps: int, stages: int, pdl: bool, early: bool,
 ) -> None:  # fmt: skip
     """`out` (M, B, E) = values · g; with `copy` added to what stands there, and written to it in its type too."""
     members, e, n = values_MEN.shape
     _values[(e // rows, split, members)](
         g_BN, values_MEN, out_MBE, copy if copy is not None else out_MBE, part, counter, g_BN.shape[0], g_BN.shape[1],
         N=n, E=e, ROWS=rows, BK=block, BB=bb, SPLIT=split, ADD=copy is not None, PRECISION=_precision(values_MEN),
-        PDL=pdl, AHEAD=ahead, num_warps=warps, num_stages=stages, **_launch(pdl),
+        PDL=pdl, EARLY=early, num_warps=warps, num_stages=stages, **_launch(pdl),
     )  # fmt: skip
 
 
