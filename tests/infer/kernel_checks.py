@@ -14,7 +14,7 @@ from tokenformer.infer.packed import Packed
 from tokenformer.models import LanguageModel
 
 SMALL = Tuning(
-    apart=True, pdl=False, programs=4, rows=8, words=16, depth=3, product_block=32, score_rows=32, value_rows=32,
+    apart=True, pdl=False, programs=4, rows=8, words=16, depth=3, slots=2, product_block=32, score_rows=32, value_rows=32,
     value_programs=8, early=True, attend_block=4, attend_programs=20,
 )  # fmt: skip
 WHOLE = Tuning(

@@ -30,11 +30,14 @@ class Tuning:
     pdl: bool = True  # a kernel begins while the one before it ends
     apart: bool = False  # no kernel waits for itself: for Triton's interpreter
     # one row of data
-    programs: int = 0  # 0: one a multiprocessor
+    programs: int = 264  # about how many share one product
     rows: int = 8  # of weights in a piece
     words: int = 128
-    depth: int = 12  # pieces under way
+    depth: int = 18  # pieces under way
     warps: int = 8
+    registers: int = 128  # a thread has: with fewer, the next kernel has room beside this one
+    slots: int = 64  # of the cache at once
+    slot_warps: int = 8
     # several rows of data
     score_rows: int = 64  # of weights a program: of q, k and v or the FFN, and of proj
     proj_rows: int = 32
@@ -81,14 +84,17 @@ class FusedTokens:
                 at = 0
                 for segment, size, room in zip(member.segments, sizes, padded, strict=True):
                     keys = segment.key_tokens.detach().float()
-                    if centred:  # Σ over channels of (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
+                    if (
+                        centred
+                    ):  # Σ over channels of (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
                         keys = keys - keys.mean(-1, keepdim=True)
                     self.key_LND[i, m * self.n + at : m * self.n + at + size] = keys.to(dtype)
                     self.value_LMEN[i, m, :, at : at + size] = segment.value_tokens.detach().T.to(dtype)
                     at += room
         self.bounds = torch.tensor([0, *padded]).cumsum(0).to(device=device, dtype=torch.int32)
         taus = [[s.tau for s in members[0].segments] for members in layers]
-        self.tau_LS = torch.tensor(taus, dtype=torch.float32, device=device)
+        # each layer's at a multiple of 16 bytes: else the kernels would be compiled twice
+        self.tau_LS = F.pad(torch.tensor(taus, dtype=torch.float32, device=device), (0, -len(sizes) % 4))
         self.block = min(n & -n for n in padded)  # a power of two that divides all of them
 
 
@@ -155,7 +161,6 @@ class OneStep:
     def __init__(self, model: FusedModel, tuning: Tuning) -> None:
         self.model, self.tuning = model, tuning
         c, device = model.config, model.device
-        self.programs = tuning.programs or torch.cuda.get_device_properties(device).multi_processor_count
         most = max(t.members * t.n for run in model.runs for t in run)
         self.score, self.logits = torch.empty(most, device=device), torch.empty(1, len(model.head), device=device)
         self.qkv_MBD, self.seen_BD = torch.empty(3, 1, c.dim, device=device), torch.empty(1, c.dim, device=device)
@@ -165,14 +170,17 @@ class OneStep:
         from tokenformer.ops.kernels import decode_one
 
         m, t = self.model, self.tuning
-        how: dict[str, Any] = {"rows": t.rows, "words": t.words, "depth": t.depth, "warps": t.warps, "pdl": t.pdl}
+        how: dict[str, Any] = {
+            "rows": t.rows, "words": t.words, "depth": t.depth, "warps": t.warps, "pdl": t.pdl,
+            "registers": t.registers,
+        }  # fmt: skip
         x_BD = m.embedding[ids_B].float()
 
         def tokens(group: FusedTokens, at: int, x: Tensor, out: Tensor, add: bool) -> None:
-            decode_one.scores_one(x, group.key_LND[at], self.score, programs=self.programs, **how)
+            decode_one.scores_one(x, group.key_LND[at], self.score, programs=t.programs, **how)
             decode_one.values_one(
                 self.score, group.tau_LS[at], group.bounds, group.value_LMEN[at], out, add=add,
-                programs=self.programs, **how,
+                programs=t.programs, **how,
             )  # fmt: skip
 
         for i, ((qkv, proj, ffn), at) in enumerate(m.places):
@@ -182,7 +190,7 @@ class OneStep:
             tokens(ffn, at, x_BD, x_BD, True)
         weight, bias, eps = m.norm
         hidden_BD = F.layer_norm(x_BD, x_BD.shape[1:], weight, bias, eps).to(m.dtype)
-        decode_one.scores_one(hidden_BD, m.head, self.logits, programs=8 * self.programs, **how)
+        decode_one.scores_one(hidden_BD, m.head, self.logits, programs=8 * t.programs, **how)
         return self.logits
 
 
@@ -195,6 +203,10 @@ class Attend:
         width = 1 << (model.config.head_dim - 1).bit_length()
         self.part = torch.empty(units * self.split * (width + 2), device=model.device)
         self.counter = torch.zeros(units, dtype=torch.int32, device=model.device)
+        if batch == 1:
+            self.how = {"block": tuning.slots, "warps": tuning.slot_warps, "stages": 1}
+        else:
+            self.how = {"block": tuning.attend_block, "warps": tuning.attend_warps, "stages": tuning.attend_stages}
         self.angles: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, qkv_MBD: Tensor, cache: StaticCache, layer: int, positions_B: Tensor, out_BD: Tensor) -> None:
@@ -205,7 +217,7 @@ class Attend:
         t = self.tuning
         decode.attend(
             qkv_MBD, cache.k[layer], cache.v[layer], *self.angles, positions_B, out_BD, self.part, self.counter,
-            block=t.attend_block, split=self.split, warps=t.attend_warps, stages=t.attend_stages, pdl=t.pdl,
+            split=self.split, pdl=t.pdl, **self.how,
         )  # fmt: skip
 
 
@@ -226,7 +238,7 @@ class FewStep:
         self.part = torch.empty(3 * split * c.dim * self.bb, device=device)
         self.attend = Attend(model, batch, tuning)
         self.counter = torch.zeros(3 * c.dim, dtype=torch.int32, device=device)
-        self.counters = torch.zeros(c.layers, 3, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(c.layers, 3, 4, dtype=torch.int32, device=device)
 
     def split(self, tokens: FusedTokens) -> int:
         """Programs that share the tokens of one tile of outputs: about enough to fill the device, whole blocks each."""
@@ -242,10 +254,10 @@ class FewStep:
         x_BD = copy_BD.float()
         for i, (run, at) in enumerate(m.places):
             qkv, proj, ffn = run
-            self._tokens(qkv, at, self.counters[i, 0:], copy_BD, self.qkv_MBD, None)
+            self._tokens(qkv, at, self.counters[i, 0], copy_BD, self.qkv_MBD, None)
             self.attend(self.qkv_MBD, cache, i, positions_B, self.seen_BD)
-            self._tokens(proj, at, self.counters[i, 1:], self.seen_BD, x_BD, copy_BD)
-            self._tokens(ffn, at, self.counters[i, 2:], copy_BD, x_BD, copy_BD)
+            self._tokens(proj, at, self.counters[i, 1], self.seen_BD, x_BD, copy_BD)
+            self._tokens(ffn, at, self.counters[i, 2], copy_BD, x_BD, copy_BD)
         weight, bias, eps = m.norm
         hidden_BD = F.layer_norm(x_BD, (c.dim,), weight, bias, eps).to(m.dtype)
         return (hidden_BD @ m.head.T).float()
@@ -267,6 +279,14 @@ class FewStep:
             block=t.product_block, apart=t.apart, **how,
         )  # fmt: skip
         decode.values(
-            g_BN, tokens.value_LMEN[at], out, copy, self.part, self.counter, rows=t.value_rows,
-            block=min(t.product_block, tokens.block), split=self.split(tokens), **how,
+            g_BN,
+            tokens.value_LMEN[at],
+            out,
+            copy,
+            self.part,
+            self.counter,
+            rows=t.value_rows,
+            block=min(t.product_block, tokens.block),
+            split=self.split(tokens),
+            **how,
         )

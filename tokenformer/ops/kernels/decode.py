@@ -163,8 +163,8 @@ def _values(
 def _turned(x, c, cosine, sine, HALF: tl.constexpr, C: tl.constexpr):
     """Channels c of one head, turned; `sine` has its sign."""
     other = tl.where(c < HALF, c + HALF, c - HALF)
-    y = tl.load(x + c, mask=c < C, other=0.0, cache_modifier=".cg").to(tl.float32) * cosine
-    return y + tl.load(x + other, mask=c < 2 * HALF, other=0.0, cache_modifier=".cg").to(tl.float32) * sine
+    y = tl.load(x + c, mask=c < C, other=0.0).to(tl.float32) * cosine
+    return y + tl.load(x + other, mask=c < 2 * HALF, other=0.0).to(tl.float32) * sine
 
 
 @jit
@@ -176,63 +176,13 @@ def _angles(cos, sin, place, c, HALF: tl.constexpr):
 
 
 @jit
-def _attend(
-    q, k, v, keys, values, cos, sin, place, out, part, counter, split, scale,
-    C: tl.constexpr, CP: tl.constexpr, HALF: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One head of one row: q and k turned, k and v put into the cache, attention over a part of it. Every lane of BS
-    has a softmax of its own until the end; the last of SPLIT programs adds up.
-    """
-    c = tl.arange(0, CP)
-    lane = tl.arange(0, BS)
-    inside = c < C
-    cosine, sine = _angles(cos, sin, place, c, HALF)
-    new_q = _turned(q, c, cosine, sine, HALF, C).to(keys.dtype.element_ty).to(tl.float32) * scale
-    new_k = _turned(k, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
-    new_v = tl.load(v + c, mask=inside, other=0.0, cache_modifier=".cg").to(values.dtype.element_ty)
-    top = tl.full((BS,), FAR, tl.float32)
-    norm = tl.zeros((BS,), tl.float32)
-    acc = tl.zeros((BS, CP), tl.float32)
-    per = tl.cdiv(place, SPLIT).to(tl.int32)
-    low = split * per
-    high = tl.minimum(low + per, place.to(tl.int32))
-    for start in tl.range(low, high, BS, num_stages=STAGES):
-        s = start + lane
-        seen = s < high
-        at = s[:, None] * C + c[None, :]
-        ok = seen[:, None] & inside[None, :]
-        old_k = tl.load(keys + at, mask=ok, other=0.0)
-        old_v = tl.load(values + at, mask=ok, other=0.0)
-        score = tl.where(seen, tl.sum(old_k.to(tl.float32) * new_q[None, :], 1), FAR)
-        higher = tl.maximum(top, score)
-        shrink = tl.exp(top - higher)
-        weight = tl.where(seen, tl.exp(score - higher), 0.0)
-        norm = norm * shrink + weight
-        acc = acc * shrink[:, None] + old_v.to(tl.float32) * weight[:, None]
-        top = higher
-    score = tl.where(split == 0, tl.sum(new_q * new_k.to(tl.float32), 0), FAR)  # the new position: the first program's
-    most = tl.maximum(tl.max(top, 0), score)
-    share = tl.exp(top - most)
-    weight = tl.where(split == 0, tl.exp(score - most), 0.0)
-    total = tl.sum(norm * share, 0) + weight
-    sums = tl.sum(acc * share[:, None], 0) + new_v.to(tl.float32) * weight
-    tl.store(keys + place * C + c, new_k, mask=inside & (split == 0))
-    tl.store(values + place * C + c, new_v, mask=inside & (split == 0))
-    if SPLIT == 1:
-        tl.store(out + c, sums / total, mask=inside)
-    else:
-        tl.store(part + split * (CP + 2) + c, sums)
-        tl.store(part + split * (CP + 2) + CP, most)
-        tl.store(part + split * (CP + 2) + CP + 1, total)
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1:
-            each = tl.arange(0, SPLIT)
-            tops = tl.load(part + each * (CP + 2) + CP, cache_modifier=".cg")
-            totals = tl.load(part + each * (CP + 2) + CP + 1, cache_modifier=".cg")
-            accs = tl.load(part + each[:, None] * (CP + 2) + c[None, :], cache_modifier=".cg")
-            shares = tl.exp(tops - tl.max(tops, 0))
-            tl.store(out + c, tl.sum(accs * shares[:, None], 0) / tl.sum(totals * shares, 0), mask=inside)
-            tl.store(counter, 0)
+def _see(k, v, seen, q, top, norm, acc):
+    """Some slots of the cache more; every lane has a softmax of its own."""
+    score = tl.where(seen, tl.sum(k.to(tl.float32) * q[None, :], 1), FAR)
+    higher = tl.maximum(top, score)
+    shrink = tl.exp(top - higher)
+    weight = tl.where(seen, tl.exp(score - higher), 0.0)
+    return higher, norm * shrink + weight, acc * shrink[:, None] + v.to(tl.float32) * weight[:, None]
 
 
 @jit
@@ -241,20 +191,68 @@ def _attention(
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, HALF: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A new position of each row."""
-    head = tl.program_id(0)
-    row = tl.program_id(1)
+    """One head of the new position of one row: q and k turned, k and v put into the cache, attention over a part of
+    it; the last of SPLIT programs adds up. What the cache held before is read before the wait.
+    """
+    unit = tl.program_id(1) * H + tl.program_id(0)
     split = tl.program_id(2)
+    c = tl.arange(0, CP)
+    lane = tl.arange(0, BS)
+    inside = c < C
     if PDL:
         gdc_launch_dependents()
+    place = tl.load(positions + tl.program_id(1))
+    per = tl.cdiv(place, SPLIT).to(tl.int32)
+    low = split * per
+    high = tl.minimum(low + per, place.to(tl.int32))
+    keys += unit.to(tl.int64) * slots * C
+    values += unit.to(tl.int64) * slots * C
+    at = lane[:, None] * C + c[None, :]
+    ok = (low + lane < high)[:, None] & inside[None, :]
+    first_k = tl.load(keys + low * C + at, mask=ok, other=0.0)
+    first_v = tl.load(values + low * C + at, mask=ok, other=0.0)
+    cosine, sine = _angles(cos, sin, place, c, HALF)
+    if PDL:
         gdc_wait()
-    unit = row * H + head
-    far = unit.to(tl.int64) * slots * C
-    _attend(
-        qkv + unit * C, qkv + (batch * H + unit) * C, qkv + (2 * batch * H + unit) * C, keys + far, values + far,
-        cos, sin, tl.load(positions + row), out + unit * C, part + unit * SPLIT * (CP + 2), counter + unit, split, scale,
-        C, CP, HALF, BS, SPLIT, STAGES,
-    )  # fmt: skip
+    qkv += unit * C
+    q = _turned(qkv, c, cosine, sine, HALF, C).to(keys.dtype.element_ty).to(tl.float32) * scale
+    k = _turned(qkv + batch * H * C, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
+    v = tl.load(qkv + 2 * batch * H * C + c, mask=inside, other=0.0).to(values.dtype.element_ty)
+    top = tl.full((BS,), FAR, tl.float32)
+    norm = tl.zeros((BS,), tl.float32)
+    acc = tl.zeros((BS, CP), tl.float32)
+    top, norm, acc = _see(first_k, first_v, low + lane < high, q, top, norm, acc)
+    for start in tl.range(low + BS, high, BS, num_stages=STAGES):
+        seen = start + lane < high
+        ok = seen[:, None] & inside[None, :]
+        old_k = tl.load(keys + start * C + at, mask=ok, other=0.0)
+        old_v = tl.load(values + start * C + at, mask=ok, other=0.0)
+        top, norm, acc = _see(old_k, old_v, seen, q, top, norm, acc)
+    score = tl.where(split == 0, tl.sum(q * k.to(tl.float32), 0), FAR)  # the new position: the first program's
+    most = tl.maximum(tl.max(top, 0), score)
+    share = tl.exp(top - most)
+    weight = tl.where(split == 0, tl.exp(score - most), 0.0)
+    total = tl.sum(norm * share, 0) + weight
+    sums = tl.sum(acc * share[:, None], 0) + v.to(tl.float32) * weight
+    tl.store(keys + place * C + c, k, mask=inside & (split == 0))
+    tl.store(values + place * C + c, v, mask=inside & (split == 0))
+    if SPLIT == 1:
+        tl.store(out + unit * C + c, sums / total, mask=inside)
+    else:
+        part += unit * SPLIT * (CP + 2)
+        tl.store(part + split * (CP + 2) + c, sums)
+        tl.store(part + split * (CP + 2) + CP, most)
+        tl.store(part + split * (CP + 2) + CP + 1, total)
+        tl.debug_barrier()
+        if tl.atomic_add(counter + unit, 1, sem="acq_rel") == SPLIT - 1:
+            each = tl.arange(0, SPLIT)
+            tops = tl.load(part + each * (CP + 2) + CP, cache_modifier=".cg")
+            totals = tl.load(part + each * (CP + 2) + CP + 1, cache_modifier=".cg")
+            accs = tl.load(part + each[:, None] * (CP + 2) + c[None, :], cache_modifier=".cg")
+            shares = tl.exp(tops - tl.max(tops, 0))
+            y = tl.sum(accs * shares[:, None], 0) / tl.sum(totals * shares, 0)
+            tl.store(out + unit * C + c, y, mask=inside)
+            tl.store(counter + unit, 0)
 
 
 @jit
@@ -312,7 +310,7 @@ def scores(
         _scores[(count // rows,)](
             x_BD, keys, out_BN, raw, stat, counter, tau, bounds, x_BD.shape[0], count,
             D=dim, N=count // members, ROWS=rows, BK=_power(dim, block), BB=bb,
-            PARTS=triton.next_power_of_2(count // members // rows), SEGMENTS=len(tau), PRECISION=_precision(keys),
+            PARTS=triton.next_power_of_2(count // members // rows), SEGMENTS=len(bounds) - 1, PRECISION=_precision(keys),
             PDL=pdl, EARLY=early, HALF=half, num_warps=warps, num_stages=stages, **_launch(pdl, not apart),
         )  # fmt: skip
 
@@ -348,7 +346,14 @@ def activate(score_TN: Tensor, tau: Tensor, bounds: Tensor, members: int) -> Non
     rows, count = score_TN.shape
     n = count // members
     _activate[(rows, members)](
-        score_TN, tau, bounds, count, N=n, BK=min(2048, triton.next_power_of_2(n)), SEGMENTS=len(tau), num_warps=4
+        score_TN,
+        tau,
+        bounds,
+        count,
+        N=n,
+        BK=min(2048, triton.next_power_of_2(n)),
+        SEGMENTS=len(bounds) - 1,
+        num_warps=4,
     )
 
 

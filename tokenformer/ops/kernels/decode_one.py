@@ -21,19 +21,28 @@ KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @jit
-def _piece(weights, low, high, u: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+def _piece(
+    weights, low, high, u: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Piece u of rows low … high: R rows and BK words; all rows of the same words come one after another."""
     rows = low + (u % TILES) * R + tl.arange(0, R)
     cols = (u // TILES) * BK + tl.arange(0, BK)
+    at = weights + rows[:, None] * K + cols[None, :]
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first")
     ok = (rows < high)[:, None] & (cols < K)[None, :]
-    return tl.load(weights + rows[:, None] * K + cols[None, :], mask=ok, other=0, eviction_policy="evict_first")
+    return tl.load(at, mask=ok, other=0, eviction_policy="evict_first")
 
 
 @jit
-def _begin(weights, low, high, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+def _begin(
+    weights, low, high,
+    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     out = ()
     for u in tl.static_range(min(DEPTH, TILES * ((K + BK - 1) // BK))):
-        out = out + (_piece(weights, low, high, u, K, R, BK, TILES),)
+        out = out + (_piece(weights, low, high, u, K, R, BK, TILES, EVEN),)
     return out
 
 
@@ -58,8 +67,8 @@ def _store(out, y, rows, high, ADD: tl.constexpr):
 @jit
 def _product(
     weights, under_way, vector, out, low, high,
-    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr,
-    ADD: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
+    KIND: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """out[low … high] = (+=) weights · vector, DEPTH pieces of the weights always under way."""
     T: tl.constexpr = (K + BK - 1) // BK
@@ -67,21 +76,23 @@ def _product(
     for t in tl.static_range(T):
         fresh = ()
         for i in tl.static_range(TILES):
-            part = tl.sum(_numbers(under_way[t * TILES + i], KIND) * vector[t][None, :, :], 2)
-            part = tl.sum(tl.reshape(part, [R, BK // 4, 4]), 2)
+            part = _numbers(under_way[t * TILES + i], KIND) * vector[t][None, :, :]
             if t > 0:
                 part += acc[i]
             fresh = fresh + (part,)
             if t * TILES + i + DEPTH < T * TILES:
-                under_way = under_way + (_piece(weights, low, high, t * TILES + i + DEPTH, K, R, BK, TILES),)
+                under_way = under_way + (_piece(weights, low, high, t * TILES + i + DEPTH, K, R, BK, TILES, EVEN),)
         acc = fresh
+    sums = ()
+    for i in tl.static_range(TILES):
+        sums = sums + (tl.sum(tl.reshape(tl.sum(acc[i], 2), [R, BK // 4, 4]), 2),)
     two = tl.arange(0, 2)
     for i in tl.static_range(0, TILES - TILES % 4, 4):  # one sum over the threads for all four
-        four = tl.join(tl.join(acc[i], acc[i + 1]), tl.join(acc[i + 2], acc[i + 3]))
+        four = tl.join(tl.join(sums[i], sums[i + 1]), tl.join(sums[i + 2], sums[i + 3]))
         tile = i + two[None, :, None] + 2 * two[None, None, :]
         _store(out, tl.sum(four, 1), low + tile * R + tl.arange(0, R)[:, None, None], high, ADD)
     for i in tl.static_range(TILES - TILES % 4, TILES):
-        _store(out, tl.sum(acc[i], 1), low + i * R + tl.arange(0, R), high, ADD)
+        _store(out, tl.sum(sums[i], 1), low + i * R + tl.arange(0, R), high, ADD)
 
 
 @jit
@@ -99,7 +110,8 @@ def _vector(x, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
 @jit
 def _scores_one(
     x, keys, out, count, PER: tl.constexpr,
-    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """PER scores a program."""
     TILES: tl.constexpr = (PER + R - 1) // R
@@ -107,17 +119,17 @@ def _scores_one(
     high = tl.minimum(low + PER, count)
     if PDL:
         gdc_launch_dependents()
-    under_way = _begin(keys, low, high, K, R, BK, TILES, DEPTH)
+    under_way = _begin(keys, low, high, K, R, BK, TILES, EVEN, DEPTH)
     if PDL:
         gdc_wait()
-    _product(keys, under_way, _vector(x, K, BK, KIND), out, low, high, K, R, BK, TILES, DEPTH, KIND, False)
+    _product(keys, under_way, _vector(x, K, BK, KIND), out, low, high, K, R, BK, TILES, EVEN, DEPTH, KIND, False)
 
 
 @jit
 def _values_one(
     score, tau, bounds, values, out, E, PER: tl.constexpr,
-    N: tl.constexpr, SEGMENTS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr,
-    KIND: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, SEGMENTS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    DEPTH: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """PER outputs of a member a program: values · gelu(score · τ / ‖score‖), each segment by itself."""
     TILES: tl.constexpr = (PER + R - 1) // R
@@ -128,7 +140,7 @@ def _values_one(
     values += member * E * K
     if PDL:
         gdc_launch_dependents()
-    under_way = _begin(values, low, high, K, R, BK, TILES, DEPTH)
+    under_way = _begin(values, low, high, K, R, BK, TILES, EVEN, DEPTH)
     if PDL:
         gdc_wait()
     a = _vector(score + member * N, K, BK, KIND)
@@ -150,32 +162,33 @@ def _values_one(
             for s in tl.static_range(1, SEGMENTS):
                 scale = tl.where(at >= tl.load(bounds + s), scales[s], scale)
         g = g + (_gelu(a[t] * scale),)
-    _product(values, under_way, g, out + member * E, low, high, K, R, BK, TILES, DEPTH, KIND, ADD)
+    _product(values, under_way, g, out + member * E, low, high, K, R, BK, TILES, EVEN, DEPTH, KIND, ADD)
 
 
 def scores_one(
-    x: Tensor, keys: Tensor, out: Tensor, *, programs: int, rows: int, words: int, depth: int, warps: int, pdl: bool
-) -> None:
+    x: Tensor, keys: Tensor, out: Tensor, *, programs: int, rows: int, words: int, depth: int, warps: int,
+    registers: int, pdl: bool,
+) -> None:  # fmt: skip
     """`out` (N) = keys · x."""
     count, k = _words(keys).shape
-    per = triton.cdiv(count, programs)
+    per = rows * triton.cdiv(count, programs * rows)
     _scores_one[(triton.cdiv(count, per),)](
-        x, _words(keys), out, count, PER=per, K=k, R=rows, BK=words, DEPTH=depth, KIND=KINDS[keys.dtype], PDL=pdl,
-        num_warps=warps, **_launch(pdl),
+        x, _words(keys), out, count, PER=per, K=k, R=rows, BK=words, EVEN=count % per == 0 and k % words == 0,
+        DEPTH=depth, KIND=KINDS[keys.dtype], PDL=pdl, num_warps=warps, **_launch(pdl, registers),
     )  # fmt: skip
 
 
 def values_one(
     score: Tensor, tau: Tensor, bounds: Tensor, values_MEN: Tensor, out: Tensor, *, add: bool, programs: int,
-    rows: int, words: int, depth: int, warps: int, pdl: bool,
+    rows: int, words: int, depth: int, warps: int, registers: int, pdl: bool,
 ) -> None:  # fmt: skip
     """`out` (M, E) = (+=) values · gelu(score · τ / ‖score‖), each segment of each member by itself."""
-    members, e, n = values_MEN.shape
-    per = triton.cdiv(e, max(1, programs // members))
-    weights = _words(values_MEN)
+    weights, (members, e, n) = _words(values_MEN), values_MEN.shape
+    per, k = rows * triton.cdiv(members * e, programs * rows), weights.shape[-1]
     _values_one[(triton.cdiv(e, per), members)](
-        score, tau, bounds, weights, out, e, PER=per, N=n, SEGMENTS=len(tau), K=weights.shape[-1], R=rows, BK=words,
-        DEPTH=depth, KIND=KINDS[values_MEN.dtype], ADD=add, PDL=pdl, num_warps=warps, **_launch(pdl),
+        score, tau, bounds, weights, out, e, PER=per, N=n, SEGMENTS=len(bounds) - 1, K=k, R=rows, BK=words,
+        EVEN=e % per == 0 and k % words == 0, DEPTH=depth, KIND=KINDS[values_MEN.dtype], ADD=add, PDL=pdl,
+        num_warps=warps, **_launch(pdl, registers),
     )  # fmt: skip
 
 
@@ -183,6 +196,6 @@ def _words(weights: Tensor) -> Tensor:
     return weights if weights.element_size() == 4 else weights.view(torch.int32)
 
 
-def _launch(pdl: bool) -> dict[str, Any]:
+def _launch(pdl: bool, registers: int) -> dict[str, Any]:
     """Few enough registers that the next kernel has room for its weights beside this one."""
-    return {"launch_pdl": True, "maxnreg": 128} if pdl else {}
+    return {"launch_pdl": True, "maxnreg": registers} if pdl else {}
