@@ -13,13 +13,14 @@ from tokenformer.infer.fused import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
 from tokenformer.models import LanguageModel
 
+PARTS = {"apart": True, "pdl": False, "one_rows": 8, "one_words": 32, "value_rows": 32}
 SMALL = Tuning(
-    apart=True, pdl=False, programs=4, rows=8, words=16, depth=3, slots=2, product_block=32, score_rows=32, value_rows=32,
-    value_programs=8, early=True, attend_block=4, attend_programs=20,
+    one_programs=4, one_values=4, one_wide=8, one_depth=3, one_slots=2, score_rows=32, value_programs=8, block=32,
+    slots=4, slot_programs=20, **PARTS,
 )  # fmt: skip
 WHOLE = Tuning(
-    apart=True, pdl=False, programs=1, rows=16, words=64, depth=9, score_rows=64, value_programs=1, attend_block=8,
-    attend_programs=1,
+    one_programs=1, one_values=1, one_wide=1, one_depth=9, one_slots=8, value_programs=1, slots=8, slot_programs=1,
+    **PARTS,
 )  # fmt: skip
 SHAPES = {
     "one segment": {"qkv_tokens": 64, "proj_tokens": 128, "ffn_tokens": 256},
@@ -89,6 +90,29 @@ def prefill_error(model: LanguageModel) -> float:
     return max(*errors, relative(ours.k, theirs.k), relative(ours.v, theirs.v))
 
 
+def greedy_error() -> float:
+    """The share of numbers that differ from what the engine's own operations give."""
+    from tokenformer.ops.kernels import decode
+
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    logits[1, [7, 30]] = 9.0  # the first of equals
+    logits[2, 45] = 10.0  # no token of the vocabulary
+    logits[3, 11] = 10.0  # a stop token
+    token, position, out = torch.zeros(4, dtype=torch.long), torch.tensor([5, 6, 7, 8]), torch.zeros(4, 6).long()
+    count, limit, done = torch.tensor([2]), torch.tensor([3, 9, 9, 9]), torch.tensor([False, False, True, False])
+    decode.greedy(logits, 40, token, out, position, count, limit, done.view(torch.int8), torch.tensor([11, 12]))
+    expected = logits[:, :40].argmax(-1)
+    assert expected[1] == 7
+    wrong = [
+        token != expected,
+        out[:, 2] != expected,
+        out[:, [0, 1, 3, 4, 5]] != 0,
+        position != torch.tensor([6, 7, 7, 9]),
+    ]
+    wrong.append(done != torch.tensor([True, False, True, True]))
+    return torch.cat([w.flatten() for w in wrong]).float().mean().item()
+
+
 def zeros_error() -> float:
     """A row of zeros, and keys of zeros: the statistic is zero, and nothing may become NaN."""
     model = model_of("one segment", layers=1)
@@ -124,6 +148,7 @@ if __name__ == "__main__":
             results[f"{shape}, {len(lengths)} rows"] = step_error(model, lengths, SMALL)
     results["layers of two shapes"] = step_error(model_of("segments", layers=2, **UNEVEN), [9], SMALL)
     results["prefill"] = prefill_error(model_of("segments", layers=1))
+    results["greedy"] = greedy_error()
     results["zeros"] = zeros_error()
     for lengths in ([9], [5, 1]):
         half = model_of("one segment", layers=1).half()

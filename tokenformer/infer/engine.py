@@ -168,6 +168,7 @@ class _Batch:
         self.logprob_BK = torch.zeros(batch, self.n, device=device)
         penalty = self.sampling.repetition_penalty != 1
         self.seen_BW = torch.zeros(batch, engine.vocab, dtype=torch.bool, device=device) if penalty else None
+        self.plain = self.sampling.greedy and not penalty and not self.with_logprobs  # nothing but tokens is wanted
         self.replay: Callable[[], None] = self._step
         if engine.graph:
             stream = torch.cuda.Stream()
@@ -196,8 +197,17 @@ class _Batch:
 
     def _step(self) -> None:
         logits_BW = self.forward(self.token_B, self.position_B, self.cache)
+        if self.plain and self.engine.backend == "triton":
+            from tokenformer.ops.kernels import decode
+
+            decode.greedy(
+                logits_BW, self.engine.vocab, self.token_B, self.out_BK, self.position_B, self.count, self.limit_B,
+                self.done_B.view(torch.int8), self.stop_ids,
+            )  # fmt: skip
+            self.count += 1
+            return
         self.position_B += ~self.done_B
-        self._pick(logits_BW)
+        self._pick(logits_BW.to(torch.promote_types(logits_BW.dtype, torch.float32)))
 
     def _pick(self, logits_BW: Tensor) -> None:
         raw_BW, logits_BW = logits_BW, logits_BW[:, : self.engine.vocab]

@@ -28,29 +28,30 @@ class Tuning:
     """Shapes of the kernels; what was fastest where it was measured (benchmarks/decode.py)."""
 
     pdl: bool = True  # a kernel begins while the one before it ends
-    apart: bool = False  # no kernel waits for itself: for Triton's interpreter
+    apart: bool = False  # no kernel waits for its own programs: for Triton's interpreter
     # one row of data
-    programs: int = 264  # about how many share one product
-    rows: int = 8  # of weights in a piece
-    words: int = 128
-    depth: int = 18  # pieces under way
-    warps: int = 8
-    registers: int = 128  # a thread has: with fewer, the next kernel has room beside this one
-    slots: int = 64  # of the cache at once
-    slot_warps: int = 8
+    one_programs: int = 264  # about how many share the scores,
+    one_values: int = 264  # the outputs of q, k and v or proj,
+    one_wide: int = 264  # and those of many more tokens than outputs
+    one_rows: int = 8  # of weights in a piece
+    one_words: int = 128
+    one_depth: int = 18  # pieces under way
+    one_warps: int = 8
+    one_registers: int = 128  # a thread has: with fewer, the next kernel has room beside this one
+    one_slots: int = 64  # of the cache at once
+    one_slot_warps: int = 8
     # several rows of data
-    score_rows: int = 64  # of weights a program: of q, k and v or the FFN, and of proj
-    proj_rows: int = 32
+    score_rows: int = 64  # of weights a program: of q, k and v or the FFN,
+    proj_rows: int = 32  # and of proj
     value_rows: int = 64
     value_programs: int = 132  # about how many share one product of values
-    product_block: int = 128
-    product_warps: int = 4
-    product_stages: int = 5
-    early: bool = False  # the first weights come before the wait
-    attend_block: int = 16
-    attend_warps: int = 2
-    attend_stages: int = 3
-    attend_programs: int = 128  # at least so many, if the heads of all rows are fewer
+    block: int = 128
+    warps: int = 4
+    stages: int = 5
+    slots: int = 32
+    slot_warps: int = 4
+    slot_stages: int = 3
+    slot_programs: int = 128  # at least so many, if the heads of all rows are fewer
 
 
 def why_not(config: ModelConfig, device: torch.device) -> str | None:
@@ -171,16 +172,16 @@ class OneStep:
 
         m, t = self.model, self.tuning
         how: dict[str, Any] = {
-            "rows": t.rows, "words": t.words, "depth": t.depth, "warps": t.warps, "pdl": t.pdl,
-            "registers": t.registers,
+            "rows": t.one_rows, "words": t.one_words, "depth": t.one_depth, "warps": t.one_warps,
+            "registers": t.one_registers, "pdl": t.pdl,
         }  # fmt: skip
         x_BD = m.embedding[ids_B].float()
 
         def tokens(group: FusedTokens, at: int, x: Tensor, out: Tensor, add: bool) -> None:
-            decode_one.scores_one(x, group.key_LND[at], self.score, programs=t.programs, **how)
+            decode_one.scores_one(x, group.key_LND[at], self.score, programs=t.one_programs, **how)
             decode_one.values_one(
                 self.score, group.tau_LS[at], group.bounds, group.value_LMEN[at], out, add=add,
-                programs=t.programs, **how,
+                programs=t.one_wide if group.n > 2 * out.shape[-1] else t.one_values, **how,
             )  # fmt: skip
 
         for i, ((qkv, proj, ffn), at) in enumerate(m.places):
@@ -190,7 +191,7 @@ class OneStep:
             tokens(ffn, at, x_BD, x_BD, True)
         weight, bias, eps = m.norm
         hidden_BD = F.layer_norm(x_BD, x_BD.shape[1:], weight, bias, eps).to(m.dtype)
-        decode_one.scores_one(hidden_BD, m.head, self.logits, programs=8 * t.programs, **how)
+        decode_one.scores_one(hidden_BD, m.head, self.logits, programs=8 * t.one_programs, **how)
         return self.logits
 
 
@@ -199,14 +200,13 @@ class Attend:
 
     def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
         self.model, self.tuning, units = model, tuning, batch * model.config.heads
-        self.split = 1 << (-(-tuning.attend_programs // units) - 1).bit_length()
+        self.split = 1 << (-(-tuning.slot_programs // units) - 1).bit_length()
         width = 1 << (model.config.head_dim - 1).bit_length()
-        self.part = torch.empty(units * self.split * (width + 2), device=model.device)
-        self.counter = torch.zeros(units, dtype=torch.int32, device=model.device)
+        self.part = torch.zeros(units * self.split * (width + 2), dtype=torch.int64, device=model.device)
         if batch == 1:
-            self.how = {"block": tuning.slots, "warps": tuning.slot_warps, "stages": 1}
+            self.how = {"block": tuning.one_slots, "warps": tuning.one_slot_warps, "stages": 1}
         else:
-            self.how = {"block": tuning.attend_block, "warps": tuning.attend_warps, "stages": tuning.attend_stages}
+            self.how = {"block": tuning.slots, "warps": tuning.slot_warps, "stages": tuning.slot_stages}
         self.angles: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, qkv_MBD: Tensor, cache: StaticCache, layer: int, positions_B: Tensor, out_BD: Tensor) -> None:
@@ -214,79 +214,70 @@ class Attend:
 
         if self.angles is None or len(self.angles[0]) < cache.slots:
             self.angles = self.model.rotary(cache.slots)
-        t = self.tuning
         decode.attend(
-            qkv_MBD, cache.k[layer], cache.v[layer], *self.angles, positions_B, out_BD, self.part, self.counter,
-            split=self.split, pdl=t.pdl, **self.how,
+            qkv_MBD, cache.k[layer], cache.v[layer], *self.angles, positions_B, out_BD, self.part,
+            split=self.split, pdl=self.tuning.pdl, **self.how,
         )  # fmt: skip
 
 
 class FewStep:
-    """ids (B,), positions (B,), cache → logits (B, W), for one batch size."""
+    """ids (B,), positions (B,), cache → logits (B, W), for one batch size, in the type of the weights."""
 
     def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
         self.model, self.batch, self.tuning = model, batch, tuning
         c, device = model.config, model.device
-        most = max(t.members * t.n for run in model.runs for t in run)
+        groups = [t for run in model.runs for t in run]
+        most = max(t.members * t.n for t in groups)
         self.bb = max(16, 1 << (batch - 1).bit_length())
         self.g = torch.empty(batch * most, dtype=model.dtype, device=device)
-        self.raw = torch.empty(most * self.bb if tuning.apart else 1, device=device)
-        self.stat = torch.empty(most // 16, self.bb, device=device)
+        self.raw = torch.empty(most * self.bb, device=device)
+        tiles = max(t.members * t.n // self.rows(t) for t in groups)
+        self.stat = torch.zeros(c.layers, 3, tiles * self.bb, dtype=torch.int64, device=device)
         self.qkv_MBD = torch.empty(3, batch, c.dim, device=device)
         self.seen_BD = torch.empty(batch, c.dim, dtype=model.dtype, device=device)
-        split = max(self.split(t) for run in model.runs for t in run)
-        self.part = torch.empty(3 * split * c.dim * self.bb, device=device)
-        self.attend = Attend(model, batch, tuning)
+        self.part = torch.empty(3 * max(map(self.split, groups)) * c.dim * self.bb, device=device)
         self.counter = torch.zeros(3 * c.dim, dtype=torch.int32, device=device)
-        self.counters = torch.zeros(c.layers, 3, 4, dtype=torch.int32, device=device)
+        self.attend = Attend(model, batch, tuning)
+        # programs that wait for each other must all be on the device: one a multiprocessor always is
+        self.together = 0 if tuning.apart else torch.cuda.get_device_properties(device).multi_processor_count
+
+    def rows(self, tokens: FusedTokens) -> int:
+        return self.tuning.proj_rows if tokens.members * tokens.n <= 2048 else self.tuning.score_rows
 
     def split(self, tokens: FusedTokens) -> int:
         """Programs that share the tokens of one tile of outputs: about enough to fill the device, whole blocks each."""
         tiles = tokens.members * (tokens.value_LMEN.shape[2] // self.tuning.value_rows)
-        blocks = tokens.n // min(self.tuning.product_block, tokens.block)
+        blocks = tokens.n // min(self.tuning.block, tokens.block)
         each = -(-blocks // max(1, min(self.tuning.value_programs // tiles, blocks)))
         return -(-blocks // each)
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
         m, c = self.model, self.model.config
-        self.counters.zero_()
+        self.stat.zero_()
         copy_BD = m.embedding[ids_B]
         x_BD = copy_BD.float()
         for i, (run, at) in enumerate(m.places):
             qkv, proj, ffn = run
-            self._tokens(qkv, at, self.counters[i, 0], copy_BD, self.qkv_MBD, None)
+            self._tokens(qkv, at, self.stat[i, 0], copy_BD, self.qkv_MBD, None)
             self.attend(self.qkv_MBD, cache, i, positions_B, self.seen_BD)
-            self._tokens(proj, at, self.counters[i, 1], self.seen_BD, x_BD, copy_BD)
-            self._tokens(ffn, at, self.counters[i, 2], copy_BD, x_BD, copy_BD)
+            self._tokens(proj, at, self.stat[i, 1], self.seen_BD, x_BD, copy_BD)
+            self._tokens(ffn, at, self.stat[i, 2], copy_BD, x_BD, copy_BD)
         weight, bias, eps = m.norm
         hidden_BD = F.layer_norm(x_BD, (c.dim,), weight, bias, eps).to(m.dtype)
-        return (hidden_BD @ m.head.T).float()
+        return hidden_BD @ m.head.T
 
-    def _tokens(
-        self, tokens: FusedTokens, at: int, counter: Tensor, x: Tensor, out: Tensor, copy: Tensor | None
-    ) -> None:
+    def _tokens(self, tokens: FusedTokens, at: int, stat: Tensor, x: Tensor, out: Tensor, copy: Tensor | None) -> None:
         """One group of Pattentions of layer `at` of its run into `out`; with `copy` added to it."""
         from tokenformer.ops.kernels import decode
 
-        t = self.tuning
+        t, rows = self.tuning, self.rows(tokens)
         g_BN = self.g[: self.batch * tokens.members * tokens.n].view(self.batch, -1)
-        how: dict[str, Any] = {
-            "bb": self.bb, "warps": t.product_warps, "stages": t.product_stages, "pdl": t.pdl, "early": t.early,
-        }  # fmt: skip
+        how: dict[str, Any] = {"bb": self.bb, "warps": t.warps, "stages": t.stages, "pdl": t.pdl}
         decode.scores(
-            x, tokens.key_LND[at], g_BN, self.raw, self.stat, counter, tokens.tau_LS[at], tokens.bounds,
-            tokens.members, rows=t.proj_rows if len(tokens.key_LND[at]) <= 2048 else t.score_rows,
-            block=t.product_block, apart=t.apart, **how,
+            x, tokens.key_LND[at], g_BN, self.raw, stat, tokens.tau_LS[at], tokens.bounds, tokens.members, rows=rows,
+            block=t.block, apart=len(tokens.key_LND[at]) // rows > self.together, **how,
         )  # fmt: skip
         decode.values(
-            g_BN,
-            tokens.value_LMEN[at],
-            out,
-            copy,
-            self.part,
-            self.counter,
-            rows=t.value_rows,
-            block=min(t.product_block, tokens.block),
-            split=self.split(tokens),
-            **how,
-        )
+            g_BN, tokens.value_LMEN[at], out, copy, self.part, self.counter, rows=t.value_rows,
+            block=min(t.block, tokens.block), split=self.split(tokens), **how,
+        )  # fmt: skip

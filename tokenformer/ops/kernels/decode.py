@@ -2,9 +2,9 @@
 
 Unusual: LayerNorm is not computed. l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels
 was taken out (once, by the caller) ignore its mean: what is left of LayerNorm is nothing. Scores stay in registers until
-all programs know the norm: the grid is on the device at once and waits for itself, by a counter in memory. Sums over
-several programs are taken by the last of them, in a fixed order, so that equal inputs give equal bits.
-Programs may begin before the kernel before theirs has ended (PDL): their first weights are under way when they wait.
+all programs know the norm: the grid is on the device at once, and numbers are posted with a mark in the same 8 bytes.
+Sums over several programs are taken by the last of them, in a fixed order, so that equal inputs give equal bits.
+Programs may begin before the kernel before theirs has ended (PDL).
 Legend: B rows of data, D d_in, N parameter tokens (each segment padded to 64 with zero tokens), E d_out, M members
 (q, k, v), H heads, C head_dim, S slots of the cache.
 """
@@ -32,22 +32,25 @@ def _scale(total, tau):
 
 
 @jit
-def _arrive(counter):
-    tl.debug_barrier()  # what all threads of this program wrote comes before
-    tl.atomic_add(counter, 1, sem="release")
+def _post(at, x, mask):
+    """fp32 numbers for other programs, each with a mark in the same 8 bytes: who sees the mark sees the number."""
+    tl.store(at, (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32), mask=mask)
 
 
 @jit
-def _wait(counter, target):
-    while tl.atomic_add(counter, 0, sem="acquire") < target:
-        pass
+def _fetch(at, mask):
+    """What was posted, once all of it is there. Nobody posts what `mask` leaves out: it is 0."""
+    got = tl.load(at, mask=mask, other=1 << 32, volatile=True)
+    while tl.min(tl.min(got >> 32, 1), 0) == 0:
+        got = tl.load(at, mask=mask, other=1 << 32, volatile=True)
+    return got.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @jit
 def _scores(
-    x, keys, out, raw, stat, counter, tau, bounds, batch, count,
+    x, keys, out, raw, stat, tau, bounds, batch, count,
     D: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, PARTS: tl.constexpr,
-    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, HALF: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """out (B, count) = gelu(score · τ / ‖score‖) of score = x · keysᵀ, each segment of each member by itself.
 
@@ -60,25 +63,17 @@ def _scores(
     b = tl.arange(0, BB)
     keep = raw + rows[:, None] * BB + b[None, :]
     acc = tl.zeros((ROWS, BB), tl.float32)
-    if EARLY:
-        w = tl.load(keys + rows[:, None] * D + cols[None, :], eviction_policy="evict_first")
-        if PDL:
-            gdc_wait()
-        xt = tl.load(x + b[None, :] * D + cols[:, None], mask=b[None, :] < batch, other=0.0)
-        acc = tl.dot(w, xt, acc, input_precision=PRECISION)
-    elif PDL:
+    if PDL:
         gdc_wait()
     if HALF != 2:
-        for k in range(BK if EARLY else 0, D, BK):
+        for k in range(0, D, BK):
             w = tl.load(keys + rows[:, None] * D + (k + cols)[None, :], eviction_policy="evict_first")
             xt = tl.load(x + b[None, :] * D + (k + cols)[:, None], mask=b[None, :] < batch, other=0.0)
             acc = tl.dot(w, xt, acc, input_precision=PRECISION)
-        tl.store(stat + pid * BB + b, tl.sum(acc * acc, 0))
+        _post(stat + pid * BB + b, tl.sum(acc * acc, 0), b < BB)
     if HALF == 0:
-        _arrive(counter)
         if PDL:
             gdc_launch_dependents()
-        _wait(counter, tl.num_programs(0))
     elif HALF == 1:
         tl.store(keep, acc)
     else:
@@ -95,7 +90,7 @@ def _scores(
             last = tl.where((end > first) & (end < last), end, last)
         part = (member * N + first) // ROWS + tl.arange(0, PARTS)
         ok = part < (member * N + last) // ROWS
-        squares = tl.load(stat + part[:, None] * BB + b[None, :], mask=ok[:, None], other=0.0, cache_modifier=".cg")
+        squares = _fetch(stat + part[:, None] * BB + b[None, :], ok[:, None] & (b < BB)[None, :])
         g = _gelu(acc * _scale(tl.sum(squares, 0), mine)[None, :])
         tl.store(out + b[None, :] * count + rows[:, None], g, mask=b[None, :] < batch)
 
@@ -104,7 +99,7 @@ def _scores(
 def _values(
     g, values, out, copy, part, counter, batch, count,
     N: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, SPLIT: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (M, B, E) = values · g of each member, the tokens split over programs, the last of which adds up.
 
@@ -122,16 +117,8 @@ def _values(
     w_rows = values + (member * E + rows) * N
     if PDL:
         gdc_launch_dependents()
-    acc = tl.zeros((ROWS, BB), tl.float32)
-    if EARLY:
-        w = tl.load(w_rows[:, None] + (low + cols)[None, :], eviction_policy="evict_first")
-        if PDL:
-            gdc_wait()
-        gt = tl.load(g + b[None, :] * count + member * N + (low + cols)[:, None], mask=b[None, :] < batch, other=0.0)
-        acc = tl.dot(w, gt, acc, input_precision=PRECISION)
-        low += BK
-    elif PDL:
         gdc_wait()
+    acc = tl.zeros((ROWS, BB), tl.float32)
     for k in range(low, high, BK):
         at = tl.multiple_of(k, BK) + cols
         w = tl.load(w_rows[:, None] + at[None, :], eviction_policy="evict_first")
@@ -187,12 +174,12 @@ def _see(k, v, seen, q, top, norm, acc):
 
 @jit
 def _attention(
-    qkv, keys, values, cos, sin, positions, out, part, counter, batch, slots, scale,
+    qkv, keys, values, cos, sin, positions, out, part, batch, slots, scale,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, HALF: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of the new position of one row: q and k turned, k and v put into the cache, attention over a part of
-    it; the last of SPLIT programs adds up. What the cache held before is read before the wait.
+    it; the last of SPLIT programs adds up (`part` is 0 before and after). What the cache held is read before the wait.
     """
     unit = tl.program_id(1) * H + tl.program_id(0)
     split = tl.program_id(2)
@@ -240,19 +227,52 @@ def _attention(
         tl.store(out + unit * C + c, sums / total, mask=inside)
     else:
         part += unit * SPLIT * (CP + 2)
-        tl.store(part + split * (CP + 2) + c, sums)
-        tl.store(part + split * (CP + 2) + CP, most)
-        tl.store(part + split * (CP + 2) + CP + 1, total)
-        tl.debug_barrier()
-        if tl.atomic_add(counter + unit, 1, sem="acq_rel") == SPLIT - 1:
-            each = tl.arange(0, SPLIT)
-            tops = tl.load(part + each * (CP + 2) + CP, cache_modifier=".cg")
-            totals = tl.load(part + each * (CP + 2) + CP + 1, cache_modifier=".cg")
-            accs = tl.load(part + each[:, None] * (CP + 2) + c[None, :], cache_modifier=".cg")
-            shares = tl.exp(tops - tl.max(tops, 0))
-            y = tl.sum(accs * shares[:, None], 0) / tl.sum(totals * shares, 0)
-            tl.store(out + unit * C + c, y, mask=inside)
-            tl.store(counter + unit, 0)
+        if split < SPLIT - 1:
+            _post(part + split * (CP + 2) + c, sums, c < CP)
+            _post(part + split * (CP + 2) + CP, most, split >= 0)
+            _post(part + split * (CP + 2) + CP + 1, total, split >= 0)
+        else:
+            each = tl.arange(0, SPLIT)[:, None]
+            others = part + each * (CP + 2)
+            away = each < SPLIT - 1
+            wide = away & (c < CP)[None, :]
+            accs = _fetch(others + c[None, :], wide)
+            tops = tl.where(away, _fetch(others + CP, away), FAR)
+            totals = _fetch(others + CP + 1, away)
+            tl.store(others + c[None, :], tl.zeros((SPLIT, CP), tl.int64), mask=wide)  # as it was before
+            tl.store(others + CP, tl.zeros((SPLIT, 1), tl.int64), mask=away)
+            tl.store(others + CP + 1, tl.zeros((SPLIT, 1), tl.int64), mask=away)
+            best = tl.maximum(tl.max(tl.max(tops, 1), 0), most)
+            shares = tl.where(away, tl.exp(tops - best), 0.0)
+            mine = tl.exp(most - best)
+            y = tl.sum(accs * shares, 0) + sums * mine
+            tl.store(out + unit * C + c, y / (tl.sum(tl.sum(totals * shares, 1), 0) + total * mine), mask=inside)
+
+
+@jit
+def _greedy(
+    logits, token, out, position, count, limit, done, stop_ids, vocab, width, room,
+    STOPS: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    cols = tl.arange(0, BW)
+    best = tl.full((BW,), float("-inf"), tl.float32)
+    index = cols
+    for start in range(0, vocab, BW):
+        x = tl.load(logits + row * width + start + cols, mask=start + cols < vocab, other=float("-inf")).to(tl.float32)
+        index = tl.where(x > best, start + cols, index)
+        best = tl.maximum(x, best)
+    most = tl.max(best, 0)
+    choice = tl.min(tl.where(best == most, index, vocab - 1), 0).to(tl.int64)
+    made = tl.load(count)
+    over = tl.load(done + row) != 0
+    tl.store(position + row, tl.load(position + row) + tl.where(over, 0, 1))
+    tl.store(token + row, choice)
+    tl.store(out + row * room + made, choice)
+    over = over | (made + 1 >= tl.load(limit + row))
+    for i in tl.static_range(STOPS):
+        over = over | (choice == tl.load(stop_ids + i))
+    tl.store(done + row, over.to(tl.int8))
 
 
 @jit
@@ -300,44 +320,56 @@ def _place(
 
 
 def scores(
-    x_BD: Tensor, keys: Tensor, out_BN: Tensor, raw: Tensor, stat: Tensor, counter: Tensor, tau: Tensor,
-    bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool, early: bool,
+    x_BD: Tensor, keys: Tensor, out_BN: Tensor, raw: Tensor, stat: Tensor, tau: Tensor, bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool,
     apart: bool,
 ) -> None:  # fmt: skip
-    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `counter` is 0 before. `apart`: in two launches, for the interpreter."""
+    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `stat` is 0 before. `apart`: in two launches, for the interpreter."""
     count, dim = keys.shape
     for half in (1, 2) if apart else (0,):
         _scores[(count // rows,)](
-            x_BD, keys, out_BN, raw, stat, counter, tau, bounds, x_BD.shape[0], count,
+            x_BD, keys, out_BN, raw, stat, tau, bounds, x_BD.shape[0], count,
             D=dim, N=count // members, ROWS=rows, BK=_power(dim, block), BB=bb,
             PARTS=triton.next_power_of_2(count // members // rows), SEGMENTS=len(bounds) - 1, PRECISION=_precision(keys),
-            PDL=pdl, EARLY=early, HALF=half, num_warps=warps, num_stages=stages, **_launch(pdl, not apart),
+            PDL=pdl, HALF=half, num_warps=warps, num_stages=stages, **_launch(pdl, not apart),
         )  # fmt: skip
 
 
 def values(
     g_BN: Tensor, values_MEN: Tensor, out_MBE: Tensor, copy: Tensor | None, part: Tensor, counter: Tensor, *,
-    rows: int, block: int, bb: int, split: int, warps: int, stages: int, pdl: bool, early: bool,
+    rows: int, block: int, bb: int, split: int, warps: int, stages: int, pdl: bool,
 ) -> None:  # fmt: skip
     """`out` (M, B, E) = values · g; with `copy` added to what stands there, and written to it in its type too."""
     members, e, n = values_MEN.shape
     _values[(e // rows, split, members)](
         g_BN, values_MEN, out_MBE, copy if copy is not None else out_MBE, part, counter, g_BN.shape[0], g_BN.shape[1],
         N=n, E=e, ROWS=rows, BK=block, BB=bb, SPLIT=split, ADD=copy is not None, PRECISION=_precision(values_MEN),
-        PDL=pdl, EARLY=early, num_warps=warps, num_stages=stages, **_launch(pdl),
+        PDL=pdl, num_warps=warps, num_stages=stages, **_launch(pdl),
     )  # fmt: skip
 
 
 def attend(
     qkv_MBD: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, cos: Tensor, sin: Tensor, positions_B: Tensor, out_BD: Tensor,
-    part: Tensor, counter: Tensor, *, block: int, split: int, warps: int, stages: int, pdl: bool,
+    part: Tensor, *, block: int, split: int, warps: int, stages: int, pdl: bool,
 ) -> None:  # fmt: skip
     """`out` (B, D): attention of the new position of each row, which is put into the cache on the way."""
     batch, heads, slots, dim = k_BHSC.shape
     _attention[(heads, batch, split)](
-        qkv_MBD, k_BHSC, v_BHSC, cos, sin, positions_B, out_BD, part, counter, batch, slots, dim**-0.5,
+        qkv_MBD, k_BHSC, v_BHSC, cos, sin, positions_B, out_BD, part, batch, slots, dim**-0.5,
         H=heads, C=dim, CP=triton.next_power_of_2(dim), HALF=cos.shape[-1], BS=block, SPLIT=split, STAGES=stages,
         PDL=pdl, num_warps=warps, **_launch(pdl),
+    )  # fmt: skip
+
+
+def greedy(
+    logits_BW: Tensor, vocab: int, token_B: Tensor, out_BK: Tensor, position_B: Tensor, count: Tensor, limit_B: Tensor,
+    done_B: Tensor, stop_ids: Tensor,
+) -> None:  # fmt: skip
+    """The most likely token of each row becomes its next one and stands in column `count` of `out`; rows that are not
+    done move on, and are done with their last token or a stop token.
+    """
+    _greedy[(len(logits_BW),)](
+        logits_BW, token_B, out_BK, position_B, count, limit_B, done_B, stop_ids, vocab, logits_BW.shape[1],
+        out_BK.shape[1], STOPS=len(stop_ids), BW=min(16384, triton.next_power_of_2(vocab)), num_warps=32,
     )  # fmt: skip
 
 

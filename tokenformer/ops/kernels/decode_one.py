@@ -30,9 +30,11 @@ def _piece(
     cols = (u // TILES) * BK + tl.arange(0, BK)
     at = weights + rows[:, None] * K + cols[None, :]
     if EVEN:
-        return tl.load(at, eviction_policy="evict_first")
-    ok = (rows < high)[:, None] & (cols < K)[None, :]
-    return tl.load(at, mask=ok, other=0, eviction_policy="evict_first")
+        out = tl.load(at, eviction_policy="evict_first")
+    else:
+        ok = (rows < high)[:, None] & (cols < K)[None, :]
+        out = tl.load(at, mask=ok, other=0, eviction_policy="evict_first")
+    return out
 
 
 @jit
@@ -50,11 +52,13 @@ def _begin(
 def _numbers(w, KIND: tl.constexpr):
     """The numbers of a tile of words, in fp32 and with one more dimension; a word is one fp32 or two of 16 bits."""
     if KIND == "fp32":
-        return w[:, :, None]
-    if KIND == "bf16":  # the upper half of an fp32
-        return tl.join((w << 16).to(tl.float32, bitcast=True), (w & -65536).to(tl.float32, bitcast=True))
-    low, high = w.to(tl.int16), (w >> 16).to(tl.int16)
-    return tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)).to(tl.float32)
+        out = w[:, :, None]
+    elif KIND == "bf16":  # the upper half of an fp32
+        out = tl.join((w << 16).to(tl.float32, bitcast=True), (w & -65536).to(tl.float32, bitcast=True))
+    else:
+        low, high = w.to(tl.int16), (w >> 16).to(tl.int16)
+        out = tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)).to(tl.float32)
+    return out
 
 
 @jit
@@ -185,6 +189,7 @@ def values_one(
     """`out` (M, E) = (+=) values · gelu(score · τ / ‖score‖), each segment of each member by itself."""
     weights, (members, e, n) = _words(values_MEN), values_MEN.shape
     per, k = rows * triton.cdiv(members * e, programs * rows), weights.shape[-1]
+    words = max(words, triton.next_power_of_2(triton.cdiv(k, 48)))  # pieces are written out one by one
     _values_one[(triton.cdiv(e, per), members)](
         score, tau, bounds, weights, out, e, PER=per, N=n, SEGMENTS=len(bounds) - 1, K=k, R=rows, BK=words,
         EVEN=e % per == 0 and k % words == 0, DEPTH=depth, KIND=KINDS[values_MEN.dtype], ADD=add, PDL=pdl,
