@@ -202,7 +202,8 @@ class Attend:
         self.model, self.tuning, units = model, tuning, batch * model.config.heads
         self.split = 1 << (-(-tuning.slot_programs // units) - 1).bit_length()
         width = 1 << (model.config.head_dim - 1).bit_length()
-        self.part = torch.zeros(units * self.split * (width + 2), dtype=torch.int64, device=model.device)
+        self.part = torch.empty(units * self.split * (width + 2), device=model.device)
+        self.counter = torch.zeros(units, dtype=torch.int32, device=model.device)
         if batch == 1:
             self.how = {"block": tuning.one_slots, "warps": tuning.one_slot_warps, "stages": 1}
         else:
@@ -215,7 +216,7 @@ class Attend:
         if self.angles is None or len(self.angles[0]) < cache.slots:
             self.angles = self.model.rotary(cache.slots)
         decode.attend(
-            qkv_MBD, cache.k[layer], cache.v[layer], *self.angles, positions_B, out_BD, self.part,
+            qkv_MBD, cache.k[layer], cache.v[layer], *self.angles, positions_B, out_BD, self.part, self.counter,
             split=self.split, pdl=self.tuning.pdl, **self.how,
         )  # fmt: skip
 
@@ -232,7 +233,9 @@ class FewStep:
         self.g = torch.empty(batch * most, dtype=model.dtype, device=device)
         self.raw = torch.empty(most * self.bb, device=device)
         tiles = max(t.members * t.n // self.rows(t) for t in groups)
-        self.stat = torch.zeros(c.layers, 3, tiles * self.bb, dtype=torch.int64, device=device)
+        self.stat = torch.empty(tiles * self.bb, device=device)
+        # apart by 16 bytes: else the kernels would be compiled twice
+        self.arrived = torch.zeros(c.layers, 3, 4, dtype=torch.int32, device=device)
         self.qkv_MBD = torch.empty(3, batch, c.dim, device=device)
         self.seen_BD = torch.empty(batch, c.dim, dtype=model.dtype, device=device)
         self.part = torch.empty(3 * max(map(self.split, groups)) * c.dim * self.bb, device=device)
@@ -253,20 +256,22 @@ class FewStep:
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
         m, c = self.model, self.model.config
-        self.stat.zero_()
+        self.arrived.zero_()
         copy_BD = m.embedding[ids_B]
         x_BD = copy_BD.float()
         for i, (run, at) in enumerate(m.places):
             qkv, proj, ffn = run
-            self._tokens(qkv, at, self.stat[i, 0], copy_BD, self.qkv_MBD, None)
+            self._tokens(qkv, at, self.arrived[i, 0], copy_BD, self.qkv_MBD, None)
             self.attend(self.qkv_MBD, cache, i, positions_B, self.seen_BD)
-            self._tokens(proj, at, self.stat[i, 1], self.seen_BD, x_BD, copy_BD)
-            self._tokens(ffn, at, self.stat[i, 2], copy_BD, x_BD, copy_BD)
+            self._tokens(proj, at, self.arrived[i, 1], self.seen_BD, x_BD, copy_BD)
+            self._tokens(ffn, at, self.arrived[i, 2], copy_BD, x_BD, copy_BD)
         weight, bias, eps = m.norm
         hidden_BD = F.layer_norm(x_BD, (c.dim,), weight, bias, eps).to(m.dtype)
         return hidden_BD @ m.head.T
 
-    def _tokens(self, tokens: FusedTokens, at: int, stat: Tensor, x: Tensor, out: Tensor, copy: Tensor | None) -> None:
+    def _tokens(
+        self, tokens: FusedTokens, at: int, arrived: Tensor, x: Tensor, out: Tensor, copy: Tensor | None
+    ) -> None:
         """One group of Pattentions of layer `at` of its run into `out`; with `copy` added to it."""
         from tokenformer.ops.kernels import decode
 
@@ -274,7 +279,7 @@ class FewStep:
         g_BN = self.g[: self.batch * tokens.members * tokens.n].view(self.batch, -1)
         how: dict[str, Any] = {"bb": self.bb, "warps": t.warps, "stages": t.stages, "pdl": t.pdl}
         decode.scores(
-            x, tokens.key_LND[at], g_BN, self.raw, stat, tokens.tau_LS[at], tokens.bounds, tokens.members, rows=rows,
+            x, tokens.key_LND[at], g_BN, self.raw, self.stat, arrived, tokens.tau_LS[at], tokens.bounds, tokens.members, rows=rows,
             block=t.block, apart=len(tokens.key_LND[at]) // rows > self.together, **how,
         )  # fmt: skip
         decode.values(

@@ -2,8 +2,8 @@
 
 Unusual: LayerNorm is not computed. l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels
 was taken out (once, by the caller) ignore its mean: what is left of LayerNorm is nothing. Scores stay in registers until
-all programs know the norm: the grid is on the device at once, and numbers are posted with a mark in the same 8 bytes.
-Sums over several programs are taken by the last of them, in a fixed order, so that equal inputs give equal bits.
+all programs know the norm: the grid is on the device at once and waits for itself, by a counter in memory. Sums over
+several programs are taken by the last of them, in a fixed order, so that equal inputs give equal bits.
 Programs may begin before the kernel before theirs has ended (PDL).
 Legend: B rows of data, D d_in, N parameter tokens (each segment padded to 64 with zero tokens), E d_out, M members
 (q, k, v), H heads, C head_dim, S slots of the cache.
@@ -32,23 +32,20 @@ def _scale(total, tau):
 
 
 @jit
-def _post(at, x, mask):
-    """fp32 numbers for other programs, each with a mark in the same 8 bytes: who sees the mark sees the number."""
-    tl.store(at, (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32), mask=mask)
+def _arrive(counter):
+    tl.debug_barrier()  # what all threads of this program wrote comes before
+    tl.atomic_add(counter, 1, sem="release")
 
 
 @jit
-def _fetch(at, mask):
-    """What was posted, once all of it is there. Nobody posts what `mask` leaves out: it is 0."""
-    got = tl.load(at, mask=mask, other=1 << 32, volatile=True)
-    while tl.min(tl.min(got >> 32, 1), 0) == 0:
-        got = tl.load(at, mask=mask, other=1 << 32, volatile=True)
-    return got.to(tl.int32).to(tl.float32, bitcast=True)
+def _wait(counter, target):
+    while tl.atomic_add(counter, 0, sem="acquire") < target:
+        pass
 
 
 @jit
 def _scores(
-    x, keys, out, raw, stat, tau, bounds, batch, count,
+    x, keys, out, raw, stat, counter, tau, bounds, batch, count,
     D: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, PARTS: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -70,10 +67,12 @@ def _scores(
             w = tl.load(keys + rows[:, None] * D + (k + cols)[None, :], eviction_policy="evict_first")
             xt = tl.load(x + b[None, :] * D + (k + cols)[:, None], mask=b[None, :] < batch, other=0.0)
             acc = tl.dot(w, xt, acc, input_precision=PRECISION)
-        _post(stat + pid * BB + b, tl.sum(acc * acc, 0), b < BB)
+        tl.store(stat + pid * BB + b, tl.sum(acc * acc, 0))
     if HALF == 0:
+        _arrive(counter)
         if PDL:
             gdc_launch_dependents()
+        _wait(counter, tl.num_programs(0))
     elif HALF == 1:
         tl.store(keep, acc)
     else:
@@ -90,7 +89,7 @@ def _scores(
             last = tl.where((end > first) & (end < last), end, last)
         part = (member * N + first) // ROWS + tl.arange(0, PARTS)
         ok = part < (member * N + last) // ROWS
-        squares = _fetch(stat + part[:, None] * BB + b[None, :], ok[:, None] & (b < BB)[None, :])
+        squares = tl.load(stat + part[:, None] * BB + b[None, :], mask=ok[:, None], other=0.0, cache_modifier=".cg")
         g = _gelu(acc * _scale(tl.sum(squares, 0), mine)[None, :])
         tl.store(out + b[None, :] * count + rows[:, None], g, mask=b[None, :] < batch)
 
@@ -174,12 +173,12 @@ def _see(k, v, seen, q, top, norm, acc):
 
 @jit
 def _attention(
-    qkv, keys, values, cos, sin, positions, out, part, batch, slots, scale,
+    qkv, keys, values, cos, sin, positions, out, part, counter, batch, slots, scale,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, HALF: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of the new position of one row: q and k turned, k and v put into the cache, attention over a part of
-    it; the last of SPLIT programs adds up (`part` is 0 before and after). What the cache held is read before the wait.
+    it; the last of SPLIT programs adds up. What the cache held before is read before the wait.
     """
     unit = tl.program_id(1) * H + tl.program_id(0)
     split = tl.program_id(2)
@@ -227,26 +226,19 @@ def _attention(
         tl.store(out + unit * C + c, sums / total, mask=inside)
     else:
         part += unit * SPLIT * (CP + 2)
-        if split < SPLIT - 1:
-            _post(part + split * (CP + 2) + c, sums, c < CP)
-            _post(part + split * (CP + 2) + CP, most, split >= 0)
-            _post(part + split * (CP + 2) + CP + 1, total, split >= 0)
-        else:
-            each = tl.arange(0, SPLIT)[:, None]
-            others = part + each * (CP + 2)
-            away = each < SPLIT - 1
-            wide = away & (c < CP)[None, :]
-            accs = _fetch(others + c[None, :], wide)
-            tops = tl.where(away, _fetch(others + CP, away), FAR)
-            totals = _fetch(others + CP + 1, away)
-            tl.store(others + c[None, :], tl.zeros((SPLIT, CP), tl.int64), mask=wide)  # as it was before
-            tl.store(others + CP, tl.zeros((SPLIT, 1), tl.int64), mask=away)
-            tl.store(others + CP + 1, tl.zeros((SPLIT, 1), tl.int64), mask=away)
-            best = tl.maximum(tl.max(tl.max(tops, 1), 0), most)
-            shares = tl.where(away, tl.exp(tops - best), 0.0)
-            mine = tl.exp(most - best)
-            y = tl.sum(accs * shares, 0) + sums * mine
-            tl.store(out + unit * C + c, y / (tl.sum(tl.sum(totals * shares, 1), 0) + total * mine), mask=inside)
+        tl.store(part + split * (CP + 2) + c, sums)
+        tl.store(part + split * (CP + 2) + CP, most)
+        tl.store(part + split * (CP + 2) + CP + 1, total)
+        tl.debug_barrier()
+        if tl.atomic_add(counter + unit, 1, sem="acq_rel") == SPLIT - 1:
+            each = tl.arange(0, SPLIT)
+            tops = tl.load(part + each * (CP + 2) + CP, cache_modifier=".cg")
+            totals = tl.load(part + each * (CP + 2) + CP + 1, cache_modifier=".cg")
+            accs = tl.load(part + each[:, None] * (CP + 2) + c[None, :], cache_modifier=".cg")
+            shares = tl.exp(tops - tl.max(tops, 0))
+            y = tl.sum(accs * shares[:, None], 0) / tl.sum(totals * shares, 0)
+            tl.store(out + unit * C + c, y, mask=inside)
+            tl.store(counter + unit, 0)
 
 
 @jit
@@ -320,14 +312,15 @@ def _place(
 
 
 def scores(
-    x_BD: Tensor, keys: Tensor, out_BN: Tensor, raw: Tensor, stat: Tensor, tau: Tensor, bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool,
+    x_BD: Tensor, keys: Tensor, out_BN: Tensor, raw: Tensor, stat: Tensor, counter: Tensor, tau: Tensor,
+    bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool,
     apart: bool,
 ) -> None:  # fmt: skip
-    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `stat` is 0 before. `apart`: in two launches, for the interpreter."""
+    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `counter` is 0 before. `apart`: in two launches, for the interpreter."""
     count, dim = keys.shape
     for half in (1, 2) if apart else (0,):
         _scores[(count // rows,)](
-            x_BD, keys, out_BN, raw, stat, tau, bounds, x_BD.shape[0], count,
+            x_BD, keys, out_BN, raw, stat, counter, tau, bounds, x_BD.shape[0], count,
             D=dim, N=count // members, ROWS=rows, BK=_power(dim, block), BB=bb,
             PARTS=triton.next_power_of_2(count // members // rows), SEGMENTS=len(bounds) - 1, PRECISION=_precision(keys),
             PDL=pdl, HALF=half, num_warps=warps, num_stages=stages, **_launch(pdl, not apart),
@@ -349,12 +342,12 @@ def values(
 
 def attend(
     qkv_MBD: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, cos: Tensor, sin: Tensor, positions_B: Tensor, out_BD: Tensor,
-    part: Tensor, *, block: int, split: int, warps: int, stages: int, pdl: bool,
+    part: Tensor, counter: Tensor, *, block: int, split: int, warps: int, stages: int, pdl: bool,
 ) -> None:  # fmt: skip
     """`out` (B, D): attention of the new position of each row, which is put into the cache on the way."""
     batch, heads, slots, dim = k_BHSC.shape
     _attention[(heads, batch, split)](
-        qkv_MBD, k_BHSC, v_BHSC, cos, sin, positions_B, out_BD, part, batch, slots, dim**-0.5,
+        qkv_MBD, k_BHSC, v_BHSC, cos, sin, positions_B, out_BD, part, counter, batch, slots, dim**-0.5,
         H=heads, C=dim, CP=triton.next_power_of_2(dim), HALF=cos.shape[-1], BS=block, SPLIT=split, STAGES=stages,
         PDL=pdl, num_warps=warps, **_launch(pdl),
     )  # fmt: skip
