@@ -18,7 +18,6 @@ from tokenformer.infer.fused import FusedModel, Tuning, why_not
 CASES = {
     "one segment, 1 rows": 2e-5,
     "one segment, 3 rows": 2e-5,
-    "segments, 1 rows": 2e-5,
     "segments, 3 rows": 2e-5,
     "layers of two shapes": 2e-5,
     "prefill": 2e-5,
@@ -69,7 +68,9 @@ KERNELS: dict[str, tuple[str, dict, dict]] = {  # name → kernel, types, consta
     "scores of several rows": (
         "_scores", MANY, {**DOT, "D": 1536, "N": 1536, "PARTS": 32, "SEGMENTS": 2, "HALF": 0},
     ),
-    "outputs of several rows": ("_values", MANY | {"out": "*fp32"}, {**DOT, "N": 6144, "E": 1536, "SPLIT": 5, "ADD": True}),
+    "outputs of several rows": (
+        "_values", MANY | {"out": "*fp32"}, {**DOT, "N": 6144, "E": 1536, "SPLIT": 5, "ADD": True},
+    ),
     "attention": ("_attention", MANY, HEAD),
     "attention in parts": ("_attention", MANY, {**HEAD, "SPLIT": 8, "STAGES": 1}),
 }  # fmt: skip
@@ -77,8 +78,8 @@ KERNELS: dict[str, tuple[str, dict, dict]] = {  # name → kernel, types, consta
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernels_compile_for_hopper_as_they_are_meant(name):
-    """The interpreter takes what the compiler does not. What depends on nothing comes before the wait, 16 bytes at once;
-    products of several rows are on the matrix units, and fetched ahead.
+    """The interpreter takes what the compiler does not. What depends on nothing comes before the wait, 16 bytes at
+    once; products of several rows are on the matrix units, and fetched ahead.
     """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget

@@ -279,8 +279,8 @@ class FewStep:
         g_BN = self.g[: self.batch * tokens.members * tokens.n].view(self.batch, -1)
         how: dict[str, Any] = {"bb": self.bb, "warps": t.warps, "stages": t.stages, "pdl": t.pdl}
         decode.scores(
-            x, tokens.key_LND[at], g_BN, self.raw, self.stat, arrived, tokens.tau_LS[at], tokens.bounds, tokens.members, rows=rows,
-            block=t.block, apart=len(tokens.key_LND[at]) // rows > self.together, **how,
+            x, tokens.key_LND[at], g_BN, self.raw, self.stat, arrived, tokens.tau_LS[at], tokens.bounds,
+            tokens.members, rows=rows, block=t.block, apart=len(tokens.key_LND[at]) // rows > self.together, **how,
         )  # fmt: skip
         decode.values(
             g_BN, tokens.value_LMEN[at], out, copy, self.part, self.counter, rows=t.value_rows,

@@ -1,9 +1,9 @@
 """Kernels for a few rows of data: Pattention (l2_norm_gelu), attention of one new position, and what prefill needs.
 
 Unusual: LayerNorm is not computed. l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels
-was taken out (once, by the caller) ignore its mean: what is left of LayerNorm is nothing. Scores stay in registers until
-all programs know the norm: the grid is on the device at once and waits for itself, by a counter in memory. Sums over
-several programs are taken by the last of them, in a fixed order, so that equal inputs give equal bits.
+was taken out (once, by the caller) ignore its mean: what is left of LayerNorm is nothing. Scores stay in registers
+until all programs know the norm: the grid is on the device at once and waits for itself, by a counter in memory. Sums
+over several programs are taken by the last of them, in a fixed order, so that equal inputs give equal bits.
 Programs may begin before the kernel before theirs has ended (PDL).
 Legend: B rows of data, D d_in, N parameter tokens (each segment padded to 64 with zero tokens), E d_out, M members
 (q, k, v), H heads, C head_dim, S slots of the cache.
@@ -316,14 +316,15 @@ def scores(
     bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool,
     apart: bool,
 ) -> None:  # fmt: skip
-    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `counter` is 0 before. `apart`: in two launches, for the interpreter."""
+    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `counter` is 0 before. `apart`: two launches, and no waiting."""
     count, dim = keys.shape
     for half in (1, 2) if apart else (0,):
         _scores[(count // rows,)](
             x_BD, keys, out_BN, raw, stat, counter, tau, bounds, x_BD.shape[0], count,
             D=dim, N=count // members, ROWS=rows, BK=_power(dim, block), BB=bb,
-            PARTS=triton.next_power_of_2(count // members // rows), SEGMENTS=len(bounds) - 1, PRECISION=_precision(keys),
-            PDL=pdl, HALF=half, num_warps=warps, num_stages=stages, **_launch(pdl, not apart),
+            PARTS=power_above(count // members // rows), SEGMENTS=len(bounds) - 1,
+            PRECISION=_precision(keys), PDL=pdl, HALF=half, num_warps=warps, num_stages=stages,
+            **_launch(pdl, not apart),
         )  # fmt: skip
 
 
@@ -348,7 +349,7 @@ def attend(
     batch, heads, slots, dim = k_BHSC.shape
     _attention[(heads, batch, split)](
         qkv_MBD, k_BHSC, v_BHSC, cos, sin, positions_B, out_BD, part, counter, batch, slots, dim**-0.5,
-        H=heads, C=dim, CP=triton.next_power_of_2(dim), HALF=cos.shape[-1], BS=block, SPLIT=split, STAGES=stages,
+        H=heads, C=dim, CP=power_above(dim), HALF=cos.shape[-1], BS=block, SPLIT=split, STAGES=stages,
         PDL=pdl, num_warps=warps, **_launch(pdl),
     )  # fmt: skip
 
@@ -362,7 +363,7 @@ def greedy(
     """
     _greedy[(len(logits_BW),)](
         logits_BW, token_B, out_BK, position_B, count, limit_B, done_B, stop_ids, vocab, logits_BW.shape[1],
-        out_BK.shape[1], STOPS=len(stop_ids), BW=min(16384, triton.next_power_of_2(vocab)), num_warps=32,
+        out_BK.shape[1], STOPS=len(stop_ids), BW=min(16384, power_above(vocab)), num_warps=32,
     )  # fmt: skip
 
 
@@ -376,7 +377,7 @@ def activate(score_TN: Tensor, tau: Tensor, bounds: Tensor, members: int) -> Non
         bounds,
         count,
         N=n,
-        BK=min(2048, triton.next_power_of_2(n)),
+        BK=min(2048, power_above(n)),
         SEGMENTS=len(bounds) - 1,
         num_warps=4,
     )
@@ -389,8 +390,16 @@ def place(
     batch, heads, length, dim = q_BHTC.shape
     _place[(length, batch)](
         qkv_MTD, q_BHTC, k_BHSC, v_BHSC, cos, sin, start, length, batch * length, k_BHSC.shape[2],
-        H=heads, HP=triton.next_power_of_2(heads), C=dim, CP=triton.next_power_of_2(dim), HALF=cos.shape[-1],
+        H=heads, HP=power_above(heads), C=dim, CP=power_above(dim), HALF=cos.shape[-1],
     )  # fmt: skip
+
+
+def up(n: int, by: int) -> int:
+    return -(-n // by)
+
+
+def power_above(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 def _power(n: int, most: int) -> int:

@@ -1,10 +1,12 @@
 """Kernels for one row of data: two products with weights a Pattention, at the speed at which memory gives them.
 
-Unusual: a warp has whole rows of the weights; 16-bit weights are read as words of two. A program begins while the kernel
-before it runs (PDL; half of a multiprocessor is enough for it): its first weights are under way before it waits for what
-they meet. Each program normalises all scores itself: no kernel and no waiting in between.
+Unusual: a warp has whole rows of the weights; 16-bit weights are read as words of two. A program begins while the
+kernel before it runs (PDL): its first weights are under way before it waits for what they meet. Each program normalises
+all scores itself: no kernel and no waiting in between.
 Legend: D d_in, N parameter tokens of a member (each segment padded to 64), E d_out, M members (q, k, v).
 """
+
+# ruff: noqa: RUF005 (in kernels tuples grow by +, they cannot be unpacked)
 
 from typing import Any
 
@@ -14,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenformer.ops.kernels.decode import _gelu, _scale
+from tokenformer.ops.kernels.decode import _gelu, _scale, power_above, up
 
 jit: Any = triton.jit
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -102,7 +104,7 @@ def _product(
 @jit
 def _vector(x, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
     """K words as tiles (BK, numbers a word) in fp32."""
-    EACH: tl.constexpr = 1 if KIND == "fp32" else 2
+    EACH: tl.constexpr = 2 - (KIND == "fp32")
     out = ()
     for t in tl.static_range((K + BK - 1) // BK):
         word = t * BK + tl.arange(0, BK)[:, None] + tl.zeros((1, EACH), tl.int32)
@@ -160,7 +162,7 @@ def _values_one(
         scales = scales + (_scale(tl.sum(tl.sum(squares, 1), 0), tl.load(tau + s)),)
     g = ()
     for t in tl.static_range(len(a)):
-        scale = scales[0]
+        scale = scales[0]  # pyrefly: ignore[bad-index]
         if SEGMENTS > 1:
             at = (t * BK + tl.arange(0, BK)[:, None]) * EACH + tl.arange(0, EACH)[None, :]
             for s in tl.static_range(1, SEGMENTS):
@@ -175,8 +177,8 @@ def scores_one(
 ) -> None:  # fmt: skip
     """`out` (N) = keys · x."""
     count, k = _words(keys).shape
-    per = rows * triton.cdiv(count, programs * rows)
-    _scores_one[(triton.cdiv(count, per),)](
+    per = rows * up(count, programs * rows)
+    _scores_one[(up(count, per),)](
         x, _words(keys), out, count, PER=per, K=k, R=rows, BK=words, EVEN=count % per == 0 and k % words == 0,
         DEPTH=depth, KIND=KINDS[keys.dtype], PDL=pdl, num_warps=warps, **_launch(pdl, registers),
     )  # fmt: skip
@@ -188,9 +190,9 @@ def values_one(
 ) -> None:  # fmt: skip
     """`out` (M, E) = (+=) values · gelu(score · τ / ‖score‖), each segment of each member by itself."""
     weights, (members, e, n) = _words(values_MEN), values_MEN.shape
-    per, k = rows * triton.cdiv(members * e, programs * rows), weights.shape[-1]
-    words = max(words, triton.next_power_of_2(triton.cdiv(k, 48)))  # pieces are written out one by one
-    _values_one[(triton.cdiv(e, per), members)](
+    per, k = rows * up(members * e, programs * rows), weights.shape[-1]
+    words = max(words, power_above(up(k, 48)))  # pieces are written out one by one
+    _values_one[(up(e, per), members)](
         score, tau, bounds, weights, out, e, PER=per, N=n, SEGMENTS=len(bounds) - 1, K=k, R=rows, BK=words,
         EVEN=e % per == 0 and k % words == 0, DEPTH=depth, KIND=KINDS[values_MEN.dtype], ADD=add, PDL=pdl,
         num_warps=warps, **_launch(pdl, registers),
