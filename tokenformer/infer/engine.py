@@ -18,7 +18,7 @@ from tokenformer.infer.sampling import Sampling, choose, penalise, uniform
 from tokenformer.models import LanguageModel
 
 SLOTS = 128  # caches come in multiples of this, so that a graph serves several prompts
-PADDED = 64  # and so do prompts
+PADDED = 64  # and so do prompts, under graphs
 
 
 class Finished(NamedTuple):
@@ -180,7 +180,8 @@ class _Batch:
             torch.cuda.current_stream().wait_stream(stream)
             self.replay = Graph(self._step)
         self.last_B = torch.zeros(batch, dtype=torch.long, device=device)
-        self.prefills: dict[int, tuple[Tensor, Callable[[], None]]] = {}  # length → ids, and what computes on them
+        self.last_ids: Tensor | None = None  # of the last prefill
+        self.prefill_again: Graph | None = None  # on them
 
     def _prefill(self, ids_BT: Tensor) -> None:
         """All of the prompts, and the first new token of each row."""
@@ -231,7 +232,7 @@ class _Batch:
         """Prefill in chunks; rows are padded on the right, where nobody looks before it is overwritten."""
         engine, device = self.engine, self.engine.packed.device
         lengths = [len(p) for p in prompts]
-        room = min(-(-max(lengths) // PADDED) * PADDED, self.cache.slots)  # so that a graph serves several lengths
+        room = -(-max(lengths) // PADDED) * PADDED if engine.graph else max(lengths)
         ids_BT = torch.zeros(len(prompts), room, dtype=torch.long)
         for row, prompt in zip(ids_BT, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
@@ -248,17 +249,13 @@ class _Batch:
             self.seen_BW.zero_()
             for row, prompt in zip(self.seen_BW, prompts, strict=True):
                 row[torch.tensor(prompt, device=device)] = True
-        if room not in self.prefills:  # what comes once is not worth a graph
-            held_BT = ids_BT.to(device)
-            self._prefill(held_BT)
-            self.prefills[room] = held_BT, lambda: self._prefill(held_BT)
+        if not engine.graph or self.last_ids is None or self.last_ids.shape != ids_BT.shape:
+            self.last_ids, self.prefill_again = ids_BT.to(device), None  # what comes once is not worth a graph
+            self._prefill(self.last_ids)
         else:
-            held_BT, work = self.prefills[room]
-            held_BT.copy_(ids_BT)
-            if engine.graph and not isinstance(work, Graph):
-                work = Graph(work)
-                self.prefills[room] = held_BT, work
-            work()
+            held_BT = self.last_ids.copy_(ids_BT)
+            self.prefill_again = self.prefill_again or Graph(lambda: self._prefill(held_BT))
+            self.prefill_again()
         self.made = 1  # columns of out_BK, known to the host
         self.rows = [Finished([], [], False) for _ in prompts]
         self.ended = [False] * len(prompts)

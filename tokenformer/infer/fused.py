@@ -226,6 +226,7 @@ class FewStep:
 
     def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
         self.model, self.batch, self.tuning = model, batch, tuning
+        self.block = tuning.block * 2 // model.embedding.element_size()  # the same bytes in every type
         c, device = model.config, model.device
         groups = [t for run in model.runs for t in run]
         most = max(t.members * t.n for t in groups)
@@ -250,7 +251,7 @@ class FewStep:
     def split(self, tokens: FusedTokens) -> int:
         """Programs that share the tokens of one tile of outputs: about enough to fill the device, whole blocks each."""
         tiles = tokens.members * (tokens.value_LMEN.shape[2] // self.tuning.value_rows)
-        blocks = tokens.n // min(self.tuning.block, tokens.block)
+        blocks = tokens.n // min(self.block, tokens.block)
         each = -(-blocks // max(1, min(self.tuning.value_programs // tiles, blocks)))
         return -(-blocks // each)
 
@@ -280,9 +281,9 @@ class FewStep:
         how: dict[str, Any] = {"bb": self.bb, "warps": t.warps, "stages": t.stages, "pdl": t.pdl}
         decode.scores(
             x, tokens.key_LND[at], g_BN, self.raw, self.stat, arrived, tokens.tau_LS[at], tokens.bounds,
-            tokens.members, rows=rows, block=t.block, apart=len(tokens.key_LND[at]) // rows > self.together, **how,
+            tokens.members, rows=rows, block=self.block, apart=len(tokens.key_LND[at]) // rows > self.together, **how,
         )  # fmt: skip
         decode.values(
             g_BN, tokens.value_LMEN[at], out, copy, self.part, self.counter, rows=t.value_rows,
-            block=min(t.block, tokens.block), split=self.split(tokens), **how,
+            block=min(self.block, tokens.block), split=self.split(tokens), **how,
         )  # fmt: skip
