@@ -1,9 +1,9 @@
 """Decoding on one GPU: our engine and transformers' GPT-NeoX of equal size (static cache, compile), in one run.
 
-  python benchmarks/decode.py [--cells 1.5b:1 1.5b:32 150m:1] [--tune] [--no-rival] [--no-check]
+  python benchmarks/decode.py [--cells 1.5b:1 1.5b:32 150m:1] [--tune 1.5b:1 …] [--parts check ours rival]
 
-First it checks: tokens and logits against the reference, which kernels ran. With --tune it then tries shapes of the
-kernels one after another and keeps what is fastest and right. Prints JSON lines; a short table comes last. Tokens/s are
+First it checks: tokens and logits against the reference, which kernels ran. Cells under --tune try shapes of the
+kernels one after another and keep what is fastest and right. Prints JSON lines; a short table comes last. Tokens/s are
 new tokens over the whole call, prefill included, for both. Needs torch and triton; transformers for the rival.
 """
 
@@ -21,7 +21,7 @@ import torch
 from tokenformer.config import ModelConfig
 from tokenformer.infer import Engine
 from tokenformer.infer.cache import StaticCache
-from tokenformer.infer.fused import FusedModel, FusedStep, Tuning
+from tokenformer.infer.fused import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
 from tokenformer.models import LanguageModel, cost
 
@@ -31,30 +31,37 @@ SHAPES = {
 }
 RIVALS = {"1.5b": ("GPT-NeoX 1.4B", 24, 2048, 16), "150m": ("GPT-NeoX 160M", 12, 768, 12)}
 PROMPT, NEW, SLOTS = 128, 256, 384
-ONE = [
-    {"ahead": [False]},
-    {"pdl": [False]},
-    {"ffn_value_rows": [2, 8]},
-    {"score_rows": [4, 16]},
-    {"value_rows": [2, 8, 16]},
-    {"value_block": [512, 2048]},
-    {"warps": [8, 2]},
-    {"attend_split": [4, 16]},
-    {"head_rows": [4, 16]},
+ONE: list[dict] = [
+    {"one_programs": 396, "one_depth": 12},
+    {"one_programs": 192, "one_depth": 24},
+    {"one_programs": 528},
+    {"one_values": 192},
+    {"one_values": 396},
+    {"one_wide": 96},
+    {"one_depth": 24},
+    {"one_depth": 12, "one_registers": 96},
+    {"one_rows": 4, "one_warps": 4, "one_programs": 528, "one_values": 528, "one_wide": 264},
+    {"one_rows": 16, "one_warps": 16, "one_registers": 64, "one_wide": 96},
+    {"one_slots": 32, "one_slot_warps": 4},
+    {"one_slots": 32},
+    {"slot_programs": 64},
+    {"slot_programs": 256, "one_slots": 32},
 ]
-MANY = [
-    {"ahead": [False]},
-    {"pdl": [False]},
-    {"many_value_rows": [128]},
-    {"many_score_rows": [64, 16]},
-    {"many_programs": [144, 300, 600]},
-    {"many_block": [64]},
-    {"many_stages": [3, 5]},
-    {"many_warps": [8]},
-    {"many_attend_split": [1, 4]},
-    {"attend_block": [64, 16]},
-    {"warps": [2, 8]},
-    {"library": [True]},  # last: what the products cost otherwise is known by then
+MANY: list[dict] = [
+    {"stages": 4},
+    {"stages": 3},
+    {"pdl": False},
+    {"proj_rows": 16},
+    {"proj_rows": 64},
+    {"value_programs": 96},
+    {"value_programs": 264},
+    {"warps": 8},
+    {"slot_stages": 2},
+    {"slot_stages": 4},
+    {"slots": 64, "slot_stages": 2},
+    {"slots": 64, "slot_warps": 8, "slot_stages": 2},
+    {"slots": 16, "slot_warps": 2},
+    {"slots": 16},
 ]
 BEGUN = time.time()
 
@@ -68,8 +75,8 @@ def commit() -> str:
     return found or os.environ.get("COMMIT", "unknown")
 
 
-def random_model(shape: str, dtype: torch.dtype, **keys) -> LanguageModel:
-    """Made on the GPU; values large enough that every layer moves the stream and greedy text does not repeat itself."""
+def random_model(shape: str, dtype: torch.dtype, values: float = 0.04, **keys) -> LanguageModel:
+    """Made on the GPU; with `values` of 4 the layers outweigh the embedding, and greedy text does not repeat itself."""
     with torch.device("meta"):
         model = LanguageModel(ModelConfig(**{**SHAPES[shape], **keys}))
     model = model.to_empty(device="cuda").to(dtype).eval()
@@ -79,7 +86,7 @@ def random_model(shape: str, dtype: torch.dtype, **keys) -> LanguageModel:
             if name.endswith("norm.weight") or name.endswith("norm.bias"):
                 p.fill_(1.0 if name.endswith("weight") else 0.0)
             else:
-                p.normal_(std=0.04 / math.sqrt(len(p)) if "value_tokens" in name else 0.02, generator=draw)
+                p.normal_(std=values / math.sqrt(len(p)) if "value_tokens" in name else 0.02, generator=draw)
     return model
 
 
@@ -115,7 +122,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def check(shape: str, tuning: Tuning) -> None:
     """fp32: greedy tokens equal. bf16: logits as near to fp32 as the reference's own, tokens as far as they agree."""
     few = {"layers": 4, "vocab": 2048}
-    model = random_model(shape, torch.float32, **few)
+    model = random_model(shape, torch.float32, 4.0, **few)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2048, (n,), generator=draw).tolist() for n in (17, 64, 5)]
     expected = [model.generate(torch.tensor([p], device="cuda"), 32)[0, len(p) :].tolist() for p in prompts]
@@ -135,7 +142,7 @@ def check(shape: str, tuning: Tuning) -> None:
     truth = exact(ids).logits[:, -1].double()
     errors = {"reference": relative(half(ids).logits[:, -1], truth)}
     for batch in (1, 2):
-        for name, how in (("plain", dataclasses.replace(tuning, pdl=False, ahead=False)), ("as set", tuning)):
+        for name, how in (("plain", dataclasses.replace(tuning, pdl=False)), ("as set", tuning)):
             packed, step = Packed(half), FusedModel(half, torch.bfloat16).step(batch, how)
             cache = StaticCache(half.config, batch, 128, "cuda", torch.bfloat16)
             packed.hidden(ids[:batch, :-1], torch.arange(63, device="cuda"), cache, 0)
@@ -160,26 +167,19 @@ class Timed:
         self.ids = torch.randint(50000, (batch,), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
         self.positions = torch.full((batch,), (PROMPT + NEW // 2), device="cuda")
         with torch.no_grad():
-            self.expected = self.plain().clone()
-
-    def plain(self) -> torch.Tensor:
-        hidden = self.packed.hidden(self.ids[:, None], self.positions[:, None], self.cache)
-        return self.packed.logits(hidden[:, 0])
+            hidden = self.packed.hidden(self.ids[:, None], self.positions[:, None], self.cache)
+            self.expected = self.packed.logits(hidden[:, 0])
 
     @torch.no_grad()
-    def run(self, tuning: Tuning | None) -> tuple[float, float]:
+    def run(self, tuning: Tuning) -> tuple[float, float]:
         """Seconds of a step, and how far its logits are from those of the packed forward."""
-        step = self.fused.step(self.batch, tuning) if tuning else None
-
-        def work() -> torch.Tensor:
-            return step(self.ids, self.positions, self.cache) if isinstance(step, FusedStep) else self.plain()
-
+        step = self.fused.step(self.batch, tuning)
         for _ in range(2):
-            work()
+            step(self.ids, self.positions, self.cache)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = work()
+            out = step(self.ids, self.positions, self.cache)
         for _ in range(5):
             graph.replay()
         took = seconds(lambda: [graph.replay() for _ in range(20)], 5) / 20  # as they follow each other in decoding
@@ -191,23 +191,21 @@ def tune(timed: Timed, shape: str, best: Tuning, deadline: float) -> Tuning:
     least, error = timed.run(best)
     least = least if error < 0.05 else math.inf
     say(name="tune", model=shape, batch=timed.batch, ms=least * 1e3, error=round(error, 5), change="defaults")
-    for group in ONE if timed.batch == 1 else MANY:
-        for key, values in group.items():
-            for value in values:
-                if time.time() > deadline:
-                    return best
-                trial = dataclasses.replace(best, **{key: value})
-                try:
-                    took, error = timed.run(trial)
-                except Exception as failure:  # a shape that does not compile or fit is a result too
-                    say(name="tune", model=shape, batch=timed.batch, change={key: value}, failed=str(failure)[:200])
-                    torch.cuda.synchronize()
-                    continue
-                right = error < 0.05
-                say(name="tune", model=shape, batch=timed.batch, ms=round(took * 1e3, 4), error=round(error, 5),
-                    change={key: value}, kept=right and took < least)  # fmt: skip
-                if right and took < least:
-                    best, least = trial, took
+    for change in ONE if timed.batch == 1 else MANY:
+        if time.time() > deadline:
+            break
+        trial = dataclasses.replace(best, **change)
+        try:
+            took, error = timed.run(trial)
+        except Exception as failure:  # a shape that does not compile or fit is a result too
+            say(name="tune", model=shape, batch=timed.batch, change=change, failed=str(failure)[-200:])
+            torch.cuda.synchronize()
+            continue
+        right = error < 0.05
+        say(name="tune", model=shape, batch=timed.batch, ms=round(took * 1e3, 4), error=round(error, 5), change=change,
+            kept=right and took < least)  # fmt: skip
+        if right and took < least:
+            best, least = trial, took
     return best
 
 
@@ -280,9 +278,8 @@ def rival(shape: str, batches: list[int]) -> dict[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=["1.5b:1", "1.5b:32", "150m:1"], help="model:batch")
-    parser.add_argument("--tune", action="store_true", help="try shapes of the kernels")
-    parser.add_argument("--no-rival", action="store_true")
-    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--tune", nargs="+", default=[], metavar="CELL", help="try shapes of the kernels for these")
+    parser.add_argument("--parts", nargs="+", default=["check", "ours", "rival"], choices=["check", "ours", "rival"])
     parser.add_argument("--seconds", type=float, default=90.0, help="no new trial of a cell is begun after these")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of Tuning, such as pdl=false")
     parser.add_argument("--out", type=Path, help="a file for the final lines")
@@ -295,18 +292,17 @@ def main() -> None:
     for cell in args.cells:
         shape, _, batch = cell.partition(":")
         cells.setdefault(shape, []).append(int(batch))
-    if not args.no_check:
+    if "check" in args.parts:
         for shape in cells:
             check(shape, start)
     finals = []
-    for shape, batches in cells.items():
+    for shape, batches in cells.items() if "ours" in args.parts else ():
         model = random_model(shape, torch.bfloat16)
         c = cost(model.config)
         for batch in batches:
             timed = Timed(model, batch)
-            plain, _ = timed.run(None)
-            say(name="graph without kernels", model=shape, batch=batch, ms=round(plain * 1e3, 4))
-            tuning = tune(timed, shape, start, time.time() + args.seconds) if args.tune else start
+            chosen = f"{shape}:{batch}" in args.tune
+            tuning = tune(timed, shape, start, time.time() + args.seconds) if chosen else start
             step, error = timed.run(tuning)
             profile(timed, tuning, shape)
             del timed
@@ -328,7 +324,7 @@ def main() -> None:
         del model
         torch.cuda.empty_cache()
         say(name="time", seconds=round(time.time() - BEGUN, 1))
-    if not args.no_rival:
+    if "rival" in args.parts:
         for shape, batches in cells.items():
             theirs = rival(shape, batches)
             for line in finals:

@@ -7,26 +7,27 @@ import json
 import torch
 from small_models import make
 
+from tokenformer.config import LayerOverride
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.fused import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
 from tokenformer.models import LanguageModel
 
-ROWS = {
-    "pdl": False,
-    "ahead": False,
-    "score_rows": 32,
-    "value_rows": 16,
-    "ffn_value_rows": 16,
-    "head_rows": 32,
-    "many_value_rows": 32,
-}
-SMALL = Tuning(attend_block=4, attend_split=2, many_programs=8, many_block=32, **ROWS)
-WHOLE = Tuning(attend_block=8, attend_split=1, many_attend_split=1, many_programs=1, **ROWS)
+PARTS = {"apart": True, "pdl": False, "one_rows": 8, "one_words": 32, "value_rows": 32}
+SMALL = Tuning(
+    one_programs=4, one_values=4, one_wide=8, one_depth=3, one_slots=2, score_rows=32, value_programs=8, block=32,
+    slots=4, slot_programs=20, **PARTS,
+)  # fmt: skip
+WHOLE = Tuning(
+    one_programs=1, one_values=1, one_wide=1, one_depth=9, one_slots=8, value_programs=1, slots=8, slot_programs=1,
+    **PARTS,
+)  # fmt: skip
 SHAPES = {
     "one segment": {"qkv_tokens": 64, "proj_tokens": 128, "ffn_tokens": 256},
     "segments": {"qkv_tokens": [70, 20], "proj_tokens": 50, "ffn_tokens": [100, 65, 3]},  # no multiples of 64
 }
+
+UNEVEN = {"layer_overrides": {1: LayerOverride(ffn_tokens=[100, 65])}}
 
 
 def model_of(shape: str, **keys) -> LanguageModel:
@@ -76,6 +77,42 @@ def step_error(model: LanguageModel, lengths: list[int], tuning: Tuning) -> floa
     return worst
 
 
+@torch.no_grad()
+def prefill_error(model: LanguageModel) -> float:
+    """Two chunks of two rows: what the head reads, and the cache."""
+    packed, fused = Packed(model), FusedModel(model, torch.float32)
+    ids = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(1))
+    ours, theirs = (StaticCache(model.config, 2, 16, "cpu", torch.float32) for _ in range(2))
+    errors = []
+    for start, stop in ((0, 7), (7, 12)):
+        expected = packed.hidden(ids[:, start:stop], torch.arange(start, stop), theirs, start)
+        errors.append(relative(fused.hidden(ids[:, start:stop], ours, start), expected))
+    return max(*errors, relative(ours.k, theirs.k), relative(ours.v, theirs.v))
+
+
+def greedy_error() -> float:
+    """The share of numbers that differ from what the engine's own operations give."""
+    from tokenformer.ops.kernels import decode
+
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    logits[1, [7, 30]] = 9.0  # the first of equals
+    logits[2, 45] = 10.0  # no token of the vocabulary
+    logits[3, 11] = 10.0  # a stop token
+    token, position, out = torch.zeros(4, dtype=torch.long), torch.tensor([5, 6, 7, 8]), torch.zeros(4, 6).long()
+    count, limit, done = torch.tensor([2]), torch.tensor([3, 9, 9, 9]), torch.tensor([False, False, True, False])
+    decode.greedy(logits, 40, token, out, position, count, limit, done.view(torch.int8), torch.tensor([11, 12]))
+    expected = logits[:, :40].argmax(-1)
+    assert expected[1] == 7
+    wrong = [
+        token != expected,
+        out[:, 2] != expected,
+        out[:, [0, 1, 3, 4, 5]] != 0,
+        position != torch.tensor([6, 7, 7, 9]),
+    ]
+    wrong.append(done != torch.tensor([True, False, True, True]))
+    return torch.cat([w.flatten() for w in wrong]).float().mean().item()
+
+
 def zeros_error() -> float:
     """A row of zeros, and keys of zeros: the statistic is zero, and nothing may become NaN."""
     model = model_of("one segment", layers=1)
@@ -105,11 +142,12 @@ def mend_interpreter() -> None:
 if __name__ == "__main__":
     mend_interpreter()
     results = {}
+    results["one segment, 1 rows"] = step_error(model_of("one segment", layers=1), [9], SMALL)
     for shape in SHAPES:
-        for lengths in ([9], [5, 1, 12]):
-            model = model_of(shape, layers=2 if len(lengths) == 1 else 1)
-            results[f"{shape}, {len(lengths)} rows"] = step_error(model, lengths, SMALL)
-    results["library"] = step_error(model_of("segments", layers=1), [5, 1], Tuning(library=True, **ROWS))
+        results[f"{shape}, 3 rows"] = step_error(model_of(shape, layers=1), [5, 1, 12], SMALL)
+    results["layers of two shapes"] = step_error(model_of("segments", layers=2, **UNEVEN), [9], SMALL)
+    results["prefill"] = prefill_error(model_of("segments", layers=1))
+    results["greedy"] = greedy_error()
     results["zeros"] = zeros_error()
     for lengths in ([9], [5, 1]):
         half = model_of("one segment", layers=1).half()

@@ -18,6 +18,7 @@ from tokenformer.infer.sampling import Sampling, choose, penalise, uniform
 from tokenformer.models import LanguageModel
 
 SLOTS = 128  # caches come in multiples of this, so that a graph serves several prompts
+PADDED = 64  # and so do prompts, under graphs
 
 
 class Finished(NamedTuple):
@@ -57,7 +58,7 @@ class Engine:
         self.context, self.chunk, self.every = model.config.context, chunk, every
         self.vocab = min(vocab or model.config.vocab, model.config.vocab)
         self.graph = self.packed.device.type == "cuda" if graph is None else graph
-        self.backend, self.make_step = choose_backend(model, self.packed, backend, tuning or Tuning())
+        self.backend, self.make_step, self.hidden = choose_backend(model, self.packed, backend, tuning or Tuning())
         self._last: _Batch | None = None
 
     @torch.no_grad()
@@ -109,10 +110,14 @@ class Engine:
         return batch.results()
 
 
+Step = Callable[[Tensor, Tensor, StaticCache], Tensor]  # ids (B,), positions (B,), cache → logits (B, W)
+Hidden = Callable[[Tensor, StaticCache, int], Tensor]  # ids (B, T), cache, start → (B, T, D), what the head reads
+
+
 def choose_backend(
     model: LanguageModel, packed: Packed, wanted: str | None, tuning: Tuning
-) -> tuple[str, Callable[[int], "Step"]]:
-    """The name of what computes a single-token step, and what makes it for a batch size."""
+) -> tuple[str, Callable[[int], Step], Hidden]:
+    """The name of what computes, what makes a single-token step for a batch size, and prefill."""
     if wanted not in (None, "torch", "triton"):
         raise UserError(f"backend is '{wanted}', but must be torch or triton")
     reason = why_not(packed.config, packed.device)
@@ -122,13 +127,26 @@ def choose_backend(
     def plain(batch: int) -> Step:
         return lambda ids, positions, cache: packed.logits(packed.hidden(ids[:, None], positions[:, None], cache)[:, 0])
 
+    def plain_hidden(ids_BT: Tensor, cache: StaticCache, start: int) -> Tensor:
+        places = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)
+        return packed.hidden(ids_BT, places, cache, start)
+
     if wanted == "torch" or reason:
-        return "torch", plain
+        return "torch", plain, plain_hidden
     fused = FusedModel(model, packed.dtype)
-    return "triton", lambda batch: fused.step(batch, tuning) or plain(batch)
+    return "triton", lambda batch: fused.step(batch, tuning) or plain(batch), fused.hidden
 
 
-Step = Callable[[Tensor, Tensor, StaticCache], Tensor]  # ids (B,), positions (B,), cache → logits (B, W)
+class Graph:
+    """Work on the device, captured once; calling it does it again."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            work()
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 class _Batch:
@@ -150,25 +168,47 @@ class _Batch:
         self.logprob_BK = torch.zeros(batch, self.n, device=device)
         penalty = self.sampling.repetition_penalty != 1
         self.seen_BW = torch.zeros(batch, engine.vocab, dtype=torch.bool, device=device) if penalty else None
-        self.replay = self._capture() if engine.graph else self._step
+        self.plain = self.sampling.greedy and not penalty and not self.with_logprobs  # nothing but tokens is wanted
+        self.replay: Callable[[], None] = self._step
+        if engine.graph:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    self._step()
+                    self.count.zero_()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.replay = Graph(self._step)
+        self.last_B = torch.zeros(batch, dtype=torch.long, device=device)
+        self.last_ids: Tensor | None = None  # of the last prefill
+        self.prefill_again: Graph | None = None  # on them
 
-    def _capture(self) -> Callable[[], None]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._step()
-                self.count.zero_()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        return graph.replay
+    def _prefill(self, ids_BT: Tensor) -> None:
+        """All of the prompts, and the first new token of each row."""
+        chunk, length = self.engine.chunk, ids_BT.shape[1]
+        hidden_BD = torch.zeros(
+            len(ids_BT), self.engine.packed.config.dim, dtype=self.engine.packed.dtype, device=ids_BT.device
+        )
+        for start in range(0, length, chunk):
+            hidden_BTD = self.engine.hidden(ids_BT[:, start : start + chunk], self.cache, start)
+            index_B = (self.last_B - start).clamp(0, hidden_BTD.shape[1] - 1)
+            here_B = (self.last_B >= start) & (self.last_B < start + hidden_BTD.shape[1])
+            hidden_BD = torch.where(here_B[:, None], hidden_BTD[self.cache.rows_B1[:, 0], index_B], hidden_BD)
+        self._pick(self.engine.packed.logits(hidden_BD))
 
     def _step(self) -> None:
         logits_BW = self.forward(self.token_B, self.position_B, self.cache)
+        if self.plain and self.engine.backend == "triton":
+            from tokenformer.ops.kernels import decode
+
+            decode.greedy(
+                logits_BW, self.engine.vocab, self.token_B, self.out_BK, self.position_B, self.count, self.limit_B,
+                self.done_B.view(torch.int8), self.stop_ids,
+            )  # fmt: skip
+            self.count += 1
+            return
         self.position_B += ~self.done_B
-        self._pick(logits_BW)
+        self._pick(logits_BW.to(torch.promote_types(logits_BW.dtype, torch.float32)))
 
     def _pick(self, logits_BW: Tensor) -> None:
         raw_BW, logits_BW = logits_BW, logits_BW[:, : self.engine.vocab]
@@ -190,20 +230,14 @@ class _Batch:
 
     def begin(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], stop_ids: Sequence[int]) -> None:
         """Prefill in chunks; rows are padded on the right, where nobody looks before it is overwritten."""
-        engine, packed, device = self.engine, self.engine.packed, self.engine.packed.device
+        engine, device = self.engine, self.engine.packed.device
         lengths = [len(p) for p in prompts]
-        ids_BT = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+        room = -(-max(lengths) // PADDED) * PADDED if engine.graph else max(lengths)
+        ids_BT = torch.zeros(len(prompts), room, dtype=torch.long)
         for row, prompt in zip(ids_BT, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
-        ids_BT, last_B = ids_BT.to(device), torch.tensor(lengths, device=device) - 1
-        hidden_BD = torch.zeros(len(prompts), packed.config.dim, dtype=packed.dtype, device=device)
-        for start in range(0, max(lengths), engine.chunk):
-            part_BT = ids_BT[:, start : start + engine.chunk]
-            places = torch.arange(start, start + part_BT.shape[1], device=device)
-            hidden_BTD = packed.hidden(part_BT, places, self.cache, start)
-            index_B = (last_B - start).clamp(0, len(places) - 1)
-            here_B = (last_B >= start) & (last_B < start + len(places))
-            hidden_BD = torch.where(here_B[:, None], hidden_BTD[self.cache.rows_B1[:, 0], index_B], hidden_BD)
+        last_B = torch.tensor(lengths) - 1
+        self.last_B.copy_(last_B)
         self.position_B.copy_(last_B + 1)
         self.seed_B.copy_(torch.tensor(list(seeds)))
         self.limits = [min(self.n, engine.context - length) for length in lengths]
@@ -215,7 +249,13 @@ class _Batch:
             self.seen_BW.zero_()
             for row, prompt in zip(self.seen_BW, prompts, strict=True):
                 row[torch.tensor(prompt, device=device)] = True
-        self._pick(packed.logits(hidden_BD))
+        if not engine.graph or self.last_ids is None or self.last_ids.shape != ids_BT.shape:
+            self.last_ids, self.prefill_again = ids_BT.to(device), None  # what comes once is not worth a graph
+            self._prefill(self.last_ids)
+        else:
+            held_BT = self.last_ids.copy_(ids_BT)
+            self.prefill_again = self.prefill_again or Graph(lambda: self._prefill(held_BT))
+            self.prefill_again()
         self.made = 1  # columns of out_BK, known to the host
         self.rows = [Finished([], [], False) for _ in prompts]
         self.ended = [False] * len(prompts)

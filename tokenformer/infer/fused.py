@@ -6,6 +6,7 @@ residual stream stays in fp32. Legend: B batch, D dim, N tokens, E output dim, M
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tokenformer.config import ModelConfig
 from tokenformer.infer.cache import StaticCache
 from tokenformer.models import LanguageModel, Pattention
+from tokenformer.ops.attention import attention
 from tokenformer.ops.rotary import angles
 
 PAD = 64
@@ -25,24 +27,31 @@ MOST = 64  # rows of data
 class Tuning:
     """Shapes of the kernels; what was fastest where it was measured (benchmarks/decode.py)."""
 
-    pdl: bool = True  # a kernel begins, with its weights, while the one before it ends
-    ahead: bool = False  # every kernel asks for the next one's weights
-    score_rows: int = 16  # one row of data: scores a program, and outputs a program
-    value_rows: int = 16
-    ffn_value_rows: int = 8
-    value_block: int = 1024
-    head_rows: int = 4
+    pdl: bool = True  # a kernel begins while the one before it ends
+    apart: bool = False  # no kernel waits for its own programs: for Triton's interpreter
+    # one row of data
+    one_programs: int = 264  # about how many share the scores,
+    one_values: int = 264  # the outputs of q, k and v or proj,
+    one_wide: int = 264  # and those of many more tokens than outputs
+    one_rows: int = 8  # of weights in a piece
+    one_words: int = 128
+    one_depth: int = 18  # pieces under way
+    one_warps: int = 8
+    one_registers: int = 128  # a thread has: with fewer, the next kernel has room beside this one
+    one_slots: int = 64  # of the cache at once
+    one_slot_warps: int = 8
+    # several rows of data
+    score_rows: int = 64  # of weights a program: of q, k and v or the FFN,
+    proj_rows: int = 32  # and of proj
+    value_rows: int = 64
+    value_programs: int = 132  # about how many share one product of values
+    block: int = 128
     warps: int = 4
-    attend_block: int = 32
-    attend_split: int = 8
-    library: bool = True  # several rows of data: matrix products by cuBLAS, or by the kernels below
-    many_score_rows: int = 64
-    many_value_rows: int = 64
-    many_block: int = 128
-    many_programs: int = 264  # about how many share one product of values
-    many_warps: int = 4
-    many_stages: int = 4
-    many_attend_split: int = 2
+    stages: int = 5
+    slots: int = 32
+    slot_warps: int = 4
+    slot_stages: int = 3
+    slot_programs: int = 128  # at least so many, if the heads of all rows are fewer
 
 
 def why_not(config: ModelConfig, device: torch.device) -> str | None:
@@ -61,153 +70,220 @@ def why_not(config: ModelConfig, device: torch.device) -> str | None:
 
 
 class FusedTokens:
-    """Pattentions of one input, laid out for the kernels."""
+    """Pattentions of one input (q, k and v, or one alone) of layers of one shape, laid out for the kernels."""
 
-    def __init__(self, members: Sequence[Pattention], dtype: torch.dtype, centred: bool) -> None:
-        sizes = [len(s.key_tokens) for s in members[0].segments]
+    def __init__(self, layers: Sequence[Sequence[Pattention]], dtype: torch.dtype, centred: bool) -> None:
+        one, self.members = layers[0][0].segments, len(layers[0])
+        sizes = [len(s.key_tokens) for s in one]
         padded = [-(-n // PAD) * PAD for n in sizes]
-        device, self.n = members[0].segments[0].key_tokens.device, sum(padded)
-        d_in, d_out = members[0].segments[0].key_tokens.shape[1], members[0].segments[0].value_tokens.shape[1]
-        self.key_ND = torch.zeros(len(members) * self.n, d_in, dtype=dtype, device=device)
-        self.value_MEN = torch.zeros(len(members), d_out, self.n, dtype=dtype, device=device)
-        for m, member in enumerate(members):
-            at = 0
-            for segment, size, room in zip(member.segments, sizes, padded, strict=True):
-                keys = segment.key_tokens.detach().float()
-                if centred:  # Σ over channels of (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
-                    keys = keys - keys.mean(-1, keepdim=True)
-                self.key_ND[m * self.n + at : m * self.n + at + size] = keys.to(dtype)
-                self.value_MEN[m, :, at : at + size] = segment.value_tokens.detach().T.to(dtype)
-                at += room
-        ends = torch.tensor([0, *padded]).cumsum(0)
-        self.bounds = ends.to(device=device, dtype=torch.int32)
-        self.tau = torch.tensor([s.tau for s in members[0].segments], dtype=torch.float32, device=device)
-        self.members = len(members)
-        self.wide = self.n > 2 * d_out
+        device, self.n = one[0].key_tokens.device, sum(padded)
+        d_in, d_out = one[0].key_tokens.shape[1], one[0].value_tokens.shape[1]
+        self.key_LND = torch.zeros(len(layers), self.members * self.n, d_in, dtype=dtype, device=device)
+        self.value_LMEN = torch.zeros(len(layers), self.members, d_out, self.n, dtype=dtype, device=device)
+        for i, members in enumerate(layers):
+            for m, member in enumerate(members):
+                at = 0
+                for segment, size, room in zip(member.segments, sizes, padded, strict=True):
+                    keys = segment.key_tokens.detach().float()
+                    if (
+                        centred
+                    ):  # Σ over channels of (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
+                        keys = keys - keys.mean(-1, keepdim=True)
+                    self.key_LND[i, m * self.n + at : m * self.n + at + size] = keys.to(dtype)
+                    self.value_LMEN[i, m, :, at : at + size] = segment.value_tokens.detach().T.to(dtype)
+                    at += room
+        self.bounds = torch.tensor([0, *padded]).cumsum(0).to(device=device, dtype=torch.int32)
+        taus = [[s.tau for s in members[0].segments] for members in layers]
+        # each layer's at a multiple of 16 bytes: else the kernels would be compiled twice
+        self.tau_LS = F.pad(torch.tensor(taus, dtype=torch.float32, device=device), (0, -len(sizes) % 4))
         self.block = min(n & -n for n in padded)  # a power of two that divides all of them
 
 
 class FusedModel:
-    """A model's weights for the kernels; steps of any batch share them."""
+    """A model's weights for the kernels; steps of any batch share them. Layers of one shape lie together."""
 
     def __init__(self, model: LanguageModel, dtype: torch.dtype) -> None:
         self.config, self.dtype = model.config, dtype
-        self.layers = []
+        layers: list[tuple[list[Pattention], ...]] = []
         for block in model.blocks:
             part: Any = block
             a = part.attention
-            self.layers.append(
-                (
-                    FusedTokens([a.query, a.key, a.value], dtype, centred=True),
-                    FusedTokens([a.proj], dtype, centred=False),
-                    FusedTokens([part.ffn], dtype, centred=True),
-                )
-            )
+            layers.append(([a.query, a.key, a.value], [a.proj], [part.ffn]))
+        self.runs = []
+        for _, run in groupby(layers, lambda layer: [[len(s.key_tokens) for s in g[0].segments] for g in layer]):
+            some = list(run)
+            self.runs.append([FusedTokens([layer[i] for layer in some], dtype, i != 1) for i in range(3)])
+        self.places = [(run, at) for run in self.runs for at in range(len(run[0].tau_LS))]
         self.embedding = model.embedding.weight.detach().to(dtype)
         self.head = self.embedding if model.head is None else model.head.weight.detach().to(dtype)
         norm: Any = model.norm
-        self.norm = tuple(p.detach().float() for p in (norm.weight, norm.bias))
+        self.norm = (norm.weight.detach().float(), norm.bias.detach().float(), model.config.norm_eps)
         self.device = self.embedding.device
 
-    def step(self, batch: int, tuning: Tuning) -> "FusedStep | None":
-        return FusedStep(self, batch, tuning) if batch <= MOST else None
+    def step(self, batch: int, tuning: Tuning) -> "OneStep | FewStep | None":
+        if batch == 1:
+            return OneStep(self, tuning)
+        return FewStep(self, batch, tuning) if batch <= MOST else None
+
+    def hidden(self, ids_BT: Tensor, cache: StaticCache, start: int) -> Tensor:
+        """(B, T, D) after the final norm; all rows stand at start, start + 1, …, which come into the cache."""
+        from tokenformer.ops.kernels import decode
+
+        c, (batch, length) = self.config, ids_BT.shape
+        turn = self.rotary(start + length)
+        x_TD = self.embedding[ids_BT].flatten(0, 1)
+        q_BHTC = torch.empty(batch, c.heads, length, c.head_dim, dtype=self.dtype, device=self.device)
+        for i, ((qkv, proj, ffn), at) in enumerate(self.places):
+            qkv_MTD = torch.bmm(_weights(qkv, at, x_TD), qkv.value_LMEN[at].mT)
+            decode.place(qkv_MTD, cache.k[i], cache.v[i], *turn, start, q_BHTC)
+            seen_BHTC = attention(q_BHTC, *(t[i, :, :, : start + length] for t in (cache.k, cache.v)))
+            seen_TD = seen_BHTC.transpose(1, 2).reshape(x_TD.shape)
+            x_TD.addmm_(_weights(proj, at, seen_TD)[0], proj.value_LMEN[at, 0].T)
+            x_TD.addmm_(_weights(ffn, at, x_TD)[0], ffn.value_LMEN[at, 0].T)
+        weight, bias, eps = self.norm
+        return F.layer_norm(x_TD.float(), (c.dim,), weight, bias, eps).to(self.dtype).unflatten(0, (batch, length))
+
+    def rotary(self, slots: int) -> tuple[Tensor, Tensor]:
+        return angles(torch.arange(slots, device=self.device), self.config.rotary_dims, self.config.rotary_base)
 
 
-class FusedStep:
-    """ids (B,), positions (B,), cache → logits (B, W), for one batch size."""
+def _weights(tokens: FusedTokens, at: int, x_TD: Tensor) -> Tensor:
+    """(M, T, N): what each row of data gives to the values of layer `at`."""
+    from tokenformer.ops.kernels import decode
+
+    score_TN = x_TD @ tokens.key_LND[at].T
+    decode.activate(score_TN, tokens.tau_LS[at], tokens.bounds, tokens.members)
+    return score_TN.unflatten(1, (tokens.members, -1)).transpose(0, 1)
+
+
+class OneStep:
+    """ids (1,), positions (1,), cache → logits (1, W)."""
+
+    def __init__(self, model: FusedModel, tuning: Tuning) -> None:
+        self.model, self.tuning = model, tuning
+        c, device = model.config, model.device
+        most = max(t.members * t.n for run in model.runs for t in run)
+        self.score, self.logits = torch.empty(most, device=device), torch.empty(1, len(model.head), device=device)
+        self.qkv_MBD, self.seen_BD = torch.empty(3, 1, c.dim, device=device), torch.empty(1, c.dim, device=device)
+        self.attend = Attend(model, 1, tuning)
+
+    def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
+        from tokenformer.ops.kernels import decode_one
+
+        m, t = self.model, self.tuning
+        how: dict[str, Any] = {
+            "rows": t.one_rows, "words": t.one_words, "depth": t.one_depth, "warps": t.one_warps,
+            "registers": t.one_registers, "pdl": t.pdl,
+        }  # fmt: skip
+        x_BD = m.embedding[ids_B].float()
+
+        def tokens(group: FusedTokens, at: int, x: Tensor, out: Tensor, add: bool) -> None:
+            decode_one.scores_one(x, group.key_LND[at], self.score, programs=t.one_programs, **how)
+            decode_one.values_one(
+                self.score, group.tau_LS[at], group.bounds, group.value_LMEN[at], out, add=add,
+                programs=t.one_wide if group.n > 2 * out.shape[-1] else t.one_values, **how,
+            )  # fmt: skip
+
+        for i, ((qkv, proj, ffn), at) in enumerate(m.places):
+            tokens(qkv, at, x_BD, self.qkv_MBD, False)
+            self.attend(self.qkv_MBD, cache, i, positions_B, self.seen_BD)
+            tokens(proj, at, self.seen_BD, x_BD, True)
+            tokens(ffn, at, x_BD, x_BD, True)
+        weight, bias, eps = m.norm
+        hidden_BD = F.layer_norm(x_BD, x_BD.shape[1:], weight, bias, eps).to(m.dtype)
+        decode_one.scores_one(hidden_BD, m.head, self.logits, programs=8 * t.one_programs, **how)
+        return self.logits
+
+
+class Attend:
+    """Attention of the new positions, and their place in the cache."""
+
+    def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
+        self.model, self.tuning, units = model, tuning, batch * model.config.heads
+        self.split = 1 << (-(-tuning.slot_programs // units) - 1).bit_length()
+        width = 1 << (model.config.head_dim - 1).bit_length()
+        self.part = torch.empty(units * self.split * (width + 2), device=model.device)
+        self.counter = torch.zeros(units, dtype=torch.int32, device=model.device)
+        if batch == 1:
+            self.how = {"block": tuning.one_slots, "warps": tuning.one_slot_warps, "stages": 1}
+        else:
+            self.how = {"block": tuning.slots, "warps": tuning.slot_warps, "stages": tuning.slot_stages}
+        self.angles: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, qkv_MBD: Tensor, cache: StaticCache, layer: int, positions_B: Tensor, out_BD: Tensor) -> None:
+        from tokenformer.ops.kernels import decode
+
+        if self.angles is None or len(self.angles[0]) < cache.slots:
+            self.angles = self.model.rotary(cache.slots)
+        decode.attend(
+            qkv_MBD, cache.k[layer], cache.v[layer], *self.angles, positions_B, out_BD, self.part, self.counter,
+            split=self.split, pdl=self.tuning.pdl, **self.how,
+        )  # fmt: skip
+
+
+class FewStep:
+    """ids (B,), positions (B,), cache → logits (B, W), for one batch size, in the type of the weights."""
 
     def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
         self.model, self.batch, self.tuning = model, batch, tuning
+        self.block = tuning.block * 2 // model.embedding.element_size()  # the same bytes in every type
         c, device = model.config, model.device
-        most = max(t.members * t.n for layer in model.layers for t in layer)
+        groups = [t for run in model.runs for t in run]
+        most = max(t.members * t.n for t in groups)
         self.bb = max(16, 1 << (batch - 1).bit_length())
-        wide = torch.float32 if batch == 1 else model.dtype
-        self.score = torch.empty(batch, most, dtype=wide, device=device)
-        self.stat = torch.empty(most // 4, self.bb, device=device)
-        self.library = tuning.library and batch > 1
-        kind = model.dtype if self.library else torch.float32
-        self.qkv_MBD = torch.empty(3, batch, c.dim, dtype=kind, device=device)
-        self.seen_BD = torch.empty(batch, c.dim, dtype=wide, device=device)
-        self.copy_BD = torch.empty(batch, c.dim, dtype=model.dtype, device=device)
-        split = max(self.split(t) for layer in model.layers for t in layer)
-        self.part = torch.empty(3 * split * c.dim * self.bb, device=device) if batch > 1 else self.stat
-        width = 1 << (c.head_dim - 1).bit_length()
-        splits = tuning.attend_split if batch == 1 else tuning.many_attend_split
-        self.attend_part = torch.empty(batch * c.heads * splits * (width + 2), device=device)
-        self.counter = torch.zeros(max(3 * c.dim, batch * c.heads), dtype=torch.int32, device=device)
-        self.logits = torch.empty(batch, len(model.head), device=device)
-        self.rotary: tuple[Tensor, Tensor] | None = None
+        self.g = torch.empty(batch * most, dtype=model.dtype, device=device)
+        self.raw = torch.empty(most * self.bb, device=device)
+        tiles = max(t.members * t.n // self.rows(t) for t in groups)
+        self.stat = torch.empty(tiles * self.bb, device=device)
+        # apart by 16 bytes: else the kernels would be compiled twice
+        self.arrived = torch.zeros(c.layers, 3, 4, dtype=torch.int32, device=device)
+        self.qkv_MBD = torch.empty(3, batch, c.dim, device=device)
+        self.seen_BD = torch.empty(batch, c.dim, dtype=model.dtype, device=device)
+        self.part = torch.empty(3 * max(map(self.split, groups)) * c.dim * self.bb, device=device)
+        self.counter = torch.zeros(3 * c.dim, dtype=torch.int32, device=device)
+        self.attend = Attend(model, batch, tuning)
+        # programs that wait for each other must all be on the device: one a multiprocessor always is
+        self.together = 0 if tuning.apart else torch.cuda.get_device_properties(device).multi_processor_count
+
+    def rows(self, tokens: FusedTokens) -> int:
+        return self.tuning.proj_rows if tokens.members * tokens.n <= 2048 else self.tuning.score_rows
 
     def split(self, tokens: FusedTokens) -> int:
         """Programs that share the tokens of one tile of outputs: about enough to fill the device, whole blocks each."""
-        tiles = tokens.members * (tokens.value_MEN.shape[1] // self.tuning.many_value_rows)
-        blocks = tokens.n // min(self.tuning.many_block, tokens.block)
-        each = -(-blocks // max(1, min(self.tuning.many_programs // tiles, blocks)))
+        tiles = tokens.members * (tokens.value_LMEN.shape[2] // self.tuning.value_rows)
+        blocks = tokens.n // min(self.block, tokens.block)
+        each = -(-blocks // max(1, min(self.tuning.value_programs // tiles, blocks)))
         return -(-blocks // each)
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
+        m, c = self.model, self.model.config
+        self.arrived.zero_()
+        copy_BD = m.embedding[ids_B]
+        x_BD = copy_BD.float()
+        for i, (run, at) in enumerate(m.places):
+            qkv, proj, ffn = run
+            self._tokens(qkv, at, self.arrived[i, 0], copy_BD, self.qkv_MBD, None)
+            self.attend(self.qkv_MBD, cache, i, positions_B, self.seen_BD)
+            self._tokens(proj, at, self.arrived[i, 1], self.seen_BD, x_BD, copy_BD)
+            self._tokens(ffn, at, self.arrived[i, 2], copy_BD, x_BD, copy_BD)
+        weight, bias, eps = m.norm
+        hidden_BD = F.layer_norm(x_BD, (c.dim,), weight, bias, eps).to(m.dtype)
+        return hidden_BD @ m.head.T
+
+    def _tokens(
+        self, tokens: FusedTokens, at: int, arrived: Tensor, x: Tensor, out: Tensor, copy: Tensor | None
+    ) -> None:
+        """One group of Pattentions of layer `at` of its run into `out`; with `copy` added to it."""
         from tokenformer.ops.kernels import decode
 
-        t, c, one = self.tuning, self.model.config, self.batch == 1
-        if self.rotary is None or len(self.rotary[0]) < cache.slots:
-            places = torch.arange(cache.slots, device=self.model.device)
-            self.rotary = angles(places, c.rotary_dims, c.rotary_base)
-        x_BD = self.model.embedding[ids_B]
-        if self.library:
-            self.copy_BD = x_BD  # the stream itself
-        else:
-            x_BD = x_BD.float()
-            if not one:
-                self.copy_BD.copy_(x_BD)
-        for i, (qkv, proj, ffn) in enumerate(self.model.layers):
-            after = self.model.layers[i + 1][0].key_ND if i + 1 < c.layers else None
-            self._tokens(qkv, x_BD if one else self.copy_BD, self.qkv_MBD, None, proj.key_ND)
-            decode.attend(
-                self.qkv_MBD, cache.k[i], cache.v[i], *self.rotary, positions_B, self.seen_BD, self.attend_part,
-                self.counter, block=t.attend_block, split=t.attend_split if one else t.many_attend_split,
-                warps=t.warps, pdl=t.pdl, ahead=proj.value_MEN if t.ahead else None,
-            )  # fmt: skip
-            self._tokens(proj, self.seen_BD, x_BD, self.copy_BD, ffn.key_ND)
-            self._tokens(ffn, x_BD if one else self.copy_BD, x_BD, self.copy_BD, after)
-        weight, bias = self.model.norm
-        hidden_BD = F.layer_norm(x_BD.float(), (c.dim,), weight, bias, c.norm_eps).to(self.model.dtype)
-        if not one:
-            return (hidden_BD @ self.model.head.T).float()
-        decode.scores_one(hidden_BD, self.model.head, self.logits, None, rows=t.head_rows, warps=t.warps, pdl=t.pdl)
-        return self.logits
-
-    def _tokens(self, tokens: FusedTokens, x: Tensor, out: Tensor, copy: Tensor | None, after: Tensor | None) -> None:
-        """One group of Pattentions into `out`; with `copy` added to it. `after`: the weights that are read next."""
-        from tokenformer.ops.kernels import decode
-
-        t = self.tuning
-        ahead = (tokens.value_MEN, after) if t.ahead else (None, None)
-        if self.batch == 1:
-            decode.scores_one(
-                x, tokens.key_ND, self.score, self.stat, rows=t.score_rows, warps=t.warps, pdl=t.pdl, ahead=ahead[0]
-            )
-            decode.values_one(
-                self.score, self.stat, tokens.tau, tokens.bounds, tokens.value_MEN, out,
-                par=t.score_rows, rows=t.ffn_value_rows if tokens.wide else t.value_rows,
-                block=min(t.value_block, tokens.block), warps=t.warps, add=copy is not None, pdl=t.pdl, ahead=ahead[1],
-            )  # fmt: skip
-            return
-        score_BN = self.score.view(-1)[: self.batch * len(tokens.key_ND)].view(self.batch, -1)
-        if self.library:
-            torch.mm(x, tokens.key_ND.T, out=score_BN)
-            decode.activate(score_BN, score_BN, tokens.tau, tokens.bounds, tokens.members, t.warps, t.pdl)
-            if copy is not None:
-                out.addmm_(score_BN, tokens.value_MEN[0].T)
-            else:
-                rows_MBN = score_BN.view(self.batch, tokens.members, -1).transpose(0, 1)
-                torch.bmm(rows_MBN, tokens.value_MEN.mT, out=out)
-            return
-        many: dict[str, Any] = {"bb": self.bb, "warps": t.many_warps, "stages": t.many_stages, "pdl": t.pdl}
-        decode.scores_many(
-            x, tokens.key_ND, score_BN, self.stat, rows=t.many_score_rows, block=t.many_block, ahead=ahead[0], **many
-        )
-        decode.values_many(
-            score_BN, self.stat, tokens.tau, tokens.bounds, tokens.value_MEN, out, copy, self.part, self.counter,
-            par=t.many_score_rows, rows=t.many_value_rows, split=self.split(tokens),
-            block=min(t.many_block, tokens.block), ahead=ahead[1], **many,
+        t, rows = self.tuning, self.rows(tokens)
+        g_BN = self.g[: self.batch * tokens.members * tokens.n].view(self.batch, -1)
+        how: dict[str, Any] = {"bb": self.bb, "warps": t.warps, "stages": t.stages, "pdl": t.pdl}
+        decode.scores(
+            x, tokens.key_LND[at], g_BN, self.raw, self.stat, arrived, tokens.tau_LS[at], tokens.bounds,
+            tokens.members, rows=rows, block=self.block, apart=len(tokens.key_LND[at]) // rows > self.together, **how,
+        )  # fmt: skip
+        decode.values(
+            g_BN, tokens.value_LMEN[at], out, copy, self.part, self.counter, rows=t.value_rows,
+            block=min(self.block, tokens.block), split=self.split(tokens), **how,
         )  # fmt: skip

@@ -1,0 +1,208 @@
+"""Kernels for one row of data: two products with weights a Pattention, at the speed at which memory gives them.
+
+Unusual: a warp has whole rows of the weights; 16-bit weights are read as words of two. A program begins while the
+kernel before it runs (PDL): its first weights are under way before it waits for what they meet. Each program normalises
+all scores itself: no kernel and no waiting in between.
+Legend: D d_in, N parameter tokens of a member (each segment padded to 64), E d_out, M members (q, k, v).
+"""
+
+# ruff: noqa: RUF005 (in kernels tuples grow by +, they cannot be unpacked)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tokenformer.ops.kernels.decode import _gelu, _scale, power_above, up
+
+jit: Any = triton.jit
+KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@jit
+def _piece(
+    weights, low, high, u: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Piece u of rows low … high: R rows and BK words; all rows of the same words come one after another."""
+    rows = low + (u % TILES) * R + tl.arange(0, R)
+    cols = (u // TILES) * BK + tl.arange(0, BK)
+    at = weights + rows[:, None] * K + cols[None, :]
+    if EVEN:
+        out = tl.load(at, eviction_policy="evict_first")
+    else:
+        ok = (rows < high)[:, None] & (cols < K)[None, :]
+        out = tl.load(at, mask=ok, other=0, eviction_policy="evict_first")
+    return out
+
+
+@jit
+def _begin(
+    weights, low, high,
+    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    out = ()
+    for u in tl.static_range(min(DEPTH, TILES * ((K + BK - 1) // BK))):
+        out = out + (_piece(weights, low, high, u, K, R, BK, TILES, EVEN),)
+    return out
+
+
+@jit
+def _numbers(w, KIND: tl.constexpr):
+    """The numbers of a tile of words, in fp32 and with one more dimension; a word is one fp32 or two of 16 bits."""
+    if KIND == "fp32":
+        out = w[:, :, None]
+    elif KIND == "bf16":  # the upper half of an fp32
+        out = tl.join((w << 16).to(tl.float32, bitcast=True), (w & -65536).to(tl.float32, bitcast=True))
+    else:
+        low, high = w.to(tl.int16), (w >> 16).to(tl.int16)
+        out = tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)).to(tl.float32)
+    return out
+
+
+@jit
+def _store(out, y, rows, high, ADD: tl.constexpr):
+    if ADD:
+        y += tl.load(out + rows, mask=rows < high, other=0.0)
+    tl.store(out + rows, y, mask=rows < high)
+
+
+@jit
+def _product(
+    weights, under_way, vector, out, low, high,
+    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
+    KIND: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """out[low … high] = (+=) weights · vector, DEPTH pieces of the weights always under way."""
+    T: tl.constexpr = (K + BK - 1) // BK
+    acc = ()
+    for t in tl.static_range(T):
+        fresh = ()
+        for i in tl.static_range(TILES):
+            part = _numbers(under_way[t * TILES + i], KIND) * vector[t][None, :, :]
+            if t > 0:
+                part += acc[i]
+            fresh = fresh + (part,)
+            if t * TILES + i + DEPTH < T * TILES:
+                under_way = under_way + (_piece(weights, low, high, t * TILES + i + DEPTH, K, R, BK, TILES, EVEN),)
+        acc = fresh
+    sums = ()
+    for i in tl.static_range(TILES):
+        sums = sums + (tl.sum(tl.reshape(tl.sum(acc[i], 2), [R, BK // 4, 4]), 2),)
+    two = tl.arange(0, 2)
+    for i in tl.static_range(0, TILES - TILES % 4, 4):  # one sum over the threads for all four
+        four = tl.join(tl.join(sums[i], sums[i + 1]), tl.join(sums[i + 2], sums[i + 3]))
+        tile = i + two[None, :, None] + 2 * two[None, None, :]
+        _store(out, tl.sum(four, 1), low + tile * R + tl.arange(0, R)[:, None, None], high, ADD)
+    for i in tl.static_range(TILES - TILES % 4, TILES):
+        _store(out, tl.sum(sums[i], 1), low + i * R + tl.arange(0, R), high, ADD)
+
+
+@jit
+def _vector(x, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
+    """K words as tiles (BK, numbers a word) in fp32."""
+    EACH: tl.constexpr = 2 - (KIND == "fp32")
+    out = ()
+    for t in tl.static_range((K + BK - 1) // BK):
+        word = t * BK + tl.arange(0, BK)[:, None] + tl.zeros((1, EACH), tl.int32)
+        at = word * EACH + tl.arange(0, EACH)[None, :]
+        out = out + (tl.load(x + at, mask=word < K, other=0.0).to(tl.float32),)
+    return out
+
+
+@jit
+def _scores_one(
+    x, keys, out, count, PER: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """PER scores a program."""
+    TILES: tl.constexpr = (PER + R - 1) // R
+    low = tl.program_id(0) * PER
+    high = tl.minimum(low + PER, count)
+    if PDL:
+        gdc_launch_dependents()
+    under_way = _begin(keys, low, high, K, R, BK, TILES, EVEN, DEPTH)
+    if PDL:
+        gdc_wait()
+    _product(keys, under_way, _vector(x, K, BK, KIND), out, low, high, K, R, BK, TILES, EVEN, DEPTH, KIND, False)
+
+
+@jit
+def _values_one(
+    score, tau, bounds, values, out, E, PER: tl.constexpr,
+    N: tl.constexpr, SEGMENTS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    DEPTH: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """PER outputs of a member a program: values · gelu(score · τ / ‖score‖), each segment by itself."""
+    TILES: tl.constexpr = (PER + R - 1) // R
+    EACH: tl.constexpr = N // K
+    member = tl.program_id(1)
+    low = tl.program_id(0) * PER
+    high = tl.minimum(low + PER, E)
+    values += member * E * K
+    if PDL:
+        gdc_launch_dependents()
+    under_way = _begin(values, low, high, K, R, BK, TILES, EVEN, DEPTH)
+    if PDL:
+        gdc_wait()
+    a = _vector(score + member * N, K, BK, KIND)
+    scales = ()
+    for s in tl.static_range(SEGMENTS):
+        squares = tl.zeros((BK, EACH), tl.float32)
+        for t in tl.static_range(len(a)):
+            mine = a[t]
+            if SEGMENTS > 1:
+                at = (t * BK + tl.arange(0, BK)[:, None]) * EACH + tl.arange(0, EACH)[None, :]
+                mine = tl.where((at >= tl.load(bounds + s)) & (at < tl.load(bounds + s + 1)), mine, 0.0)
+            squares += mine * mine
+        scales = scales + (_scale(tl.sum(tl.sum(squares, 1), 0), tl.load(tau + s)),)
+    g = ()
+    for t in tl.static_range(len(a)):
+        scale = scales[0]  # pyrefly: ignore[bad-index]
+        if SEGMENTS > 1:
+            at = (t * BK + tl.arange(0, BK)[:, None]) * EACH + tl.arange(0, EACH)[None, :]
+            for s in tl.static_range(1, SEGMENTS):
+                scale = tl.where(at >= tl.load(bounds + s), scales[s], scale)
+        g = g + (_gelu(a[t] * scale),)
+    _product(values, under_way, g, out + member * E, low, high, K, R, BK, TILES, EVEN, DEPTH, KIND, ADD)
+
+
+def scores_one(
+    x: Tensor, keys: Tensor, out: Tensor, *, programs: int, rows: int, words: int, depth: int, warps: int,
+    registers: int, pdl: bool,
+) -> None:  # fmt: skip
+    """`out` (N) = keys · x."""
+    count, k = _words(keys).shape
+    per = rows * up(count, programs * rows)
+    _scores_one[(up(count, per),)](
+        x, _words(keys), out, count, PER=per, K=k, R=rows, BK=words, EVEN=count % per == 0 and k % words == 0,
+        DEPTH=depth, KIND=KINDS[keys.dtype], PDL=pdl, num_warps=warps, **_launch(pdl, registers),
+    )  # fmt: skip
+
+
+def values_one(
+    score: Tensor, tau: Tensor, bounds: Tensor, values_MEN: Tensor, out: Tensor, *, add: bool, programs: int,
+    rows: int, words: int, depth: int, warps: int, registers: int, pdl: bool,
+) -> None:  # fmt: skip
+    """`out` (M, E) = (+=) values · gelu(score · τ / ‖score‖), each segment of each member by itself."""
+    weights, (members, e, n) = _words(values_MEN), values_MEN.shape
+    per, k = rows * up(members * e, programs * rows), weights.shape[-1]
+    words = max(words, power_above(up(k, 48)))  # pieces are written out one by one
+    _values_one[(up(e, per), members)](
+        score, tau, bounds, weights, out, e, PER=per, N=n, SEGMENTS=len(bounds) - 1, K=k, R=rows, BK=words,
+        EVEN=e % per == 0 and k % words == 0, DEPTH=depth, KIND=KINDS[values_MEN.dtype], ADD=add, PDL=pdl,
+        num_warps=warps, **_launch(pdl, registers),
+    )  # fmt: skip
+
+
+def _words(weights: Tensor) -> Tensor:
+    return weights if weights.element_size() == 4 else weights.view(torch.int32)
+
+
+def _launch(pdl: bool, registers: int) -> dict[str, Any]:
+    """Few enough registers that the next kernel has room for its weights beside this one."""
+    return {"launch_pdl": True, "maxnreg": registers} if pdl else {}
