@@ -1,0 +1,77 @@
+"""Training curves with and without kernels: the same initial weights and data, once under AdamW and once under Muon.
+
+  tokenformer prepare enwik8 enwik8.xz --out data
+  python benchmarks/curves.py data/enwik8_text_document --out curves [--recipes adamw:6e-4 muon:2e-3] [KEY=VALUE …]
+
+Each arm is a `tokenformer train lm/150m` of 500 steps of 65,536 tokens; a second seed with kernels beside. Prints
+a JSON line a recipe: means of the last fifth of the steps, their relative differences, and how far the loss fell. Arms
+that are there already are not run again. Leaves curves.png.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ARMS = {"kernels": ("triton", 1234), "reference": ("reference", 1234), "kernels, second seed": ("triton", 5678)}
+
+
+def train(folder: Path, recipe: str, arm: str, data: str, steps: int, settings: list[str]) -> list[tuple[int, float]]:
+    """Losses by step."""
+    kind, rate = recipe.split(":")
+    path, seed = ARMS[arm]
+    out = folder / f"{kind}-{path}-{seed}"
+    if not (out / "done").exists():
+        keys = [f"data.path={data}", "batch=32", "micro_batch=16", f"steps={steps}", f"seed={seed}"]
+        keys += [f"optimizer.kind={kind}", f"optimizer.rate={rate}", "schedule.warmup=50", "log.every=5"]
+        keys += ["checkpoint.every=0", "validation.every=0", *settings]
+        command = [sys.executable, "-m", "tokenformer", "train", "lm/150m", *keys, "--out", str(out)]
+        subprocess.run(command, check=True, env=os.environ | {"TOKENFORMER_PATTENTION": path}, stdout=sys.stderr)
+        (out / "done").touch()
+    rows = map(json.loads, (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [(row["step"], row["loss"]) for row in rows if row["kind"] == "train"]
+
+
+def compare(recipe: str, curves: dict[str, list[tuple[int, float]]], steps: int) -> dict:
+    late = {arm: [loss for step, loss in curve if step > 0.8 * steps] for arm, curve in curves.items()}
+    mean = {arm: sum(losses) / len(losses) for arm, losses in late.items()}
+    with_, without, second = (mean[arm] for arm in ARMS)
+    return {
+        "name": "training curve", "model": f"lm/150m, {recipe}", "value": round(with_, 5), "unit": "nats",
+        "rival": "reference", "rival_value": round(without, 5), "ratio": round(with_ / without, 6),
+        "second_seed": round(second, 5), "second_seed_ratio": round(second / with_, 6),
+        "fell": round(curves["kernels"][0][1] - with_, 3), "steps": steps,
+    }  # fmt: skip
+
+
+def draw(path: Path, every: dict[str, dict[str, list[tuple[int, float]]]]) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(every), figsize=(6 * len(every), 4), squeeze=False)
+    for axis, (recipe, curves) in zip(axes[0], every.items(), strict=True):
+        for (arm, curve), style in zip(curves.items(), ("-", "--", ":"), strict=True):
+            axis.plot(*zip(*curve, strict=True), style, label=arm)
+        axis.set(title=recipe, xlabel="step", ylabel="training loss, nats")
+        axis.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="a prepared set")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="for every arm")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--recipes", nargs="+", default=["adamw:6e-4", "muon:2e-3"])
+    parser.add_argument("--steps", type=int, default=500)
+    args = parser.parse_args()
+    every = {}
+    for recipe in args.recipes:
+        every[recipe] = {arm: train(args.out, recipe, arm, args.data, args.steps, args.settings) for arm in ARMS}
+        print(json.dumps(compare(recipe, every[recipe], args.steps)), flush=True)
+    draw(args.out / "curves.png", every)
+
+
+if __name__ == "__main__":
+    main()
