@@ -94,7 +94,7 @@ RUNS: dict[str, Run] = {
     "grow-token2": run(LARGE, ODD, GROW, ADAMW, on=TWO),
     "grow-both": run(LARGE, ODD, GROW, MUON, on=BOTH),
     "grow-pipeline2": run(ODD, GROW, MUON, on=mesh(pipeline=2)),
-    "mixed": run(ODD, MIXED, ["micro_batch=2"], on=BOTH, dtype="float32"),
+    "mixed": run(ONE, MIXED, on=BOTH, dtype="float32"),
     "resume-shard2-shard4": run(LARGE, ODD, MUON, on=mesh(shard=4), since="shard2-muon"),
     "resume-shard2-both": run(LARGE, ODD, MUON, on=BOTH, since="shard2-muon"),
     "resume-token2-hybrid": run(LARGE, ODD, ADAMW, on=mesh(replicate=2, shard=2), since="token2-adamw"),

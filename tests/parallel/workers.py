@@ -74,7 +74,7 @@ def worker(rank: int, world: int, port: int, cases: list[dict], out: str) -> Non
         torch.distributed.init_process_group("gloo")
         for one in cases:
             arguments = dict(one)
-            print(f"--- {time.monotonic():.1f} s: {json.dumps(one)}", flush=True)
+            print(f"--- {time.monotonic():.1f} s, {time.process_time():.1f} s of CPU: {json.dumps(one)}", flush=True)
             CASES[arguments.pop("case")](**arguments)
         torch.distributed.barrier()
     except BaseException:
