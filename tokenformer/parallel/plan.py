@@ -27,6 +27,11 @@ LOGIT = 12  # bytes of one logit in the backward pass of the loss: its logarithm
 MUON = 28  # bytes of one number while Muon updates it: gradient, momentum, direction, move, some of them twice
 STACK = 1 << 26  # numbers that Muon works on at once (train/optim.py)
 FLOPS, NEAR, FAR = 4e14, 3e11, 4e10  # a GPU's in a second; bytes inside a node and between nodes: to compare layouts
+KEPT = {  # of a score: bytes in fp32 and numbers in the compute type; bytes a row of a Pattention; numbers in backward
+    "op by op": (8, 1, 0, 9),
+    "compiled": (0, 2, 0, 2),  # scores and Θ
+    "selective": (0, 1, 0, 2),  # scores
+}
 TIMES = {"qkv": 3, "proj": 1, "ffn": 1}  # Pattentions of a block
 
 Part = dict[str, Split]  # parameters by name, as the token degree cuts them
@@ -223,11 +228,7 @@ class Planner:
         logits = last * min(rows * model.vocab / d.token, LOGITS)
         moment = {
             "loss": {"activations": kept, "weights": copies + 2 * c * head, "logits": LOGIT * logits},
-            "backward": {
-                "activations": kept + full * inside,
-                "weights": copies + 4 * head,
-                "work": rows * work,
-            },
+            "backward": {"activations": kept + full * inside, "weights": copies + 4 * head, "work": rows * work},
             "update": {"muon": MUON * self._stacked(d, held) if config.optimizer.kind == "muon" else 0},
         }
         if steps == 1:  # gradients come while activations go
@@ -257,7 +258,7 @@ class Planner:
         compute *= 1 + (d.pipeline - 1) / steps  # ranks of a pipeline wait for the first and the last
         reach = {"token": d.token, "shard": d.token * d.shard, "data": d.world // d.pipeline}
         far = {"token": "token", "statistics": "token", "gather": "shard", "reduce": "shard", "replicate": "data"}
-        far["muon"] = "data"
+        far |= {"muon": "data"}
         slow = {why: FAR if reach.get(far.get(why, ""), d.world) > per_node else NEAR for why in sent}
         return Estimate(d, micro, memory, sent, compute + sum(n / slow[why] for why, n in sent.items()))
 
@@ -285,9 +286,8 @@ def row_bytes(model: ModelConfig, token: int, c: int, compiled: bool, again: str
     numbers = [{w: sum(n for n, _ in model.segments(w, i)) / token for w in PROJECTIONS} for i in range(model.layers)]
     scores = max(3 * n["qkv"] + n["proj"] + n["ffn"] for n in numbers)
     largest = max(max(3 * n["qkv"], n["ffn"]) for n in numbers)
-    if compiled:  # scores and Θ in the compute type; selective: scores alone
-        return scores * c * (1 if again == "selective" else 2), stream, largest * 2 * c
-    return scores * (c if again == "selective" else 8 + c), stream, largest * (16 + c)
+    wide, narrow, row, work = KEPT["selective" if again == "selective" else "compiled" if compiled else "op by op"]
+    return scores * (wide + narrow * c) + sum(TIMES.values()) * row, stream, largest * work * c
 
 
 def layouts(planner: Planner, gpus: int, per_node: int = 8) -> Iterator[Degrees]:
