@@ -15,6 +15,10 @@ GROW = [
     "growth=[{at: {step: 3}, ffn_tokens: 45, layers: 3, old_tokens: 0.5}, "
     "{at: {step: 7}, qkv_tokens: 20, new_tokens: zero_key, noise: 0.01}]"
 ]
+CHAIN = [  # the numbers of the growth chain, which 8 does not divide
+    "micro_batch=8", "model.layers=1", "model.heads=8", "model.rotary_fraction=1", "model.ffn_tokens=2140",
+    "growth=[{at: {step: 3}, ffn_tokens: 4850}, {at: {step: 7}, ffn_tokens: 8620}]",
+]  # fmt: skip
 MIXED = [
     "train.precision=bf16",
     "train.activation_checkpointing=full",
@@ -94,7 +98,8 @@ RUNS: dict[str, Run] = {
     "grow-token2": run(LARGE, ODD, GROW, ADAMW, on=TWO),
     "grow-both": run(LARGE, ODD, GROW, MUON, on=BOTH),
     "grow-pipeline2": run(ODD, GROW, MUON, on=mesh(pipeline=2)),
-    "mixed": run(ODD, MIXED, ["micro_batch=2"], on=BOTH, dtype="float32"),
+    "chain-token8": run(CHAIN, on=mesh(token=8)),
+    "mixed": run(ONE, MIXED, on=BOTH, dtype="float32"),
     "resume-shard2-shard4": run(LARGE, ODD, MUON, on=mesh(shard=4), since="shard2-muon"),
     "resume-shard2-both": run(LARGE, ODD, MUON, on=BOTH, since="shard2-muon"),
     "resume-token2-hybrid": run(LARGE, ODD, ADAMW, on=mesh(replicate=2, shard=2), since="token2-adamw"),

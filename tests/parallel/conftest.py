@@ -9,20 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.cases import ODD, PLAIN, RUNS, SHORT, THREE, Run
+from tests.parallel.cases import ADAMW, BOTH, EQUAL, MUON, ODD, ONE, PLAIN, RUNS, THREE, TWO, Run, mesh, run
 from tests.parallel.workers import train, worker
 from tests.train.conftest import TEXT, TINY
 from tokenformer.data.prepare import prepare
 
 COUNTS = {  # what is sent, by what: see test_token.py
-    "l2": [*SHORT, *ODD, "parallel.token=2"],
-    "softmax": [*SHORT, *ODD, "model.theta=softmax", "parallel.token=2"],
-    "whole": [*SHORT, *THREE, "parallel.token=2", "parallel.segments=per-rank"],
-    "three": [*SHORT, *THREE, "parallel.token=2"],
-    "shard": [*SHORT, *ODD, "parallel.shard=2"],
-    "zero2": [*SHORT, *ODD, "parallel.shard=2", "parallel.reshard_after_forward=false"],
-    "replicate": [*SHORT, *ODD, "parallel.replicate=2"],
-    "transformer": [*SHORT, *PLAIN, "model.kind=transformer", "parallel.token=2"],
+    "l2": run(ODD, on=TWO),
+    "one": run(ONE, on=TWO),
+    "three": run(THREE, on=TWO),
+    "softmax": run(ODD, ["model.theta=softmax"], on=TWO),
+    "whole": run(THREE, on=mesh(token=2, segments="per-rank")),
+    "again": run(ODD, ["train.activation_checkpointing=full"], on=TWO),
+    "transformer": run(PLAIN, ["model.kind=transformer"], on=TWO),
+    "llama": run(PLAIN, ["model.kind=llama", "model.kv_heads=2", "model.tied=false"], on=BOTH),
+    "zero2": run(ODD, ["parallel.reshard_after_forward=false"], on=mesh(shard=2)),
+    "joint": run(ODD, ["optimizer.segments=joint"], on=BOTH),
+    "whole-both": run(THREE, MUON, on=mesh(shard=2, token=2, segments="per-rank")),
+    **{f"{name}-{o[0][15:]}": run(ODD, d, o, on=on) for name, (d, on) in EQUAL.items() for o in (ADAMW, MUON)},
 }
 
 
@@ -78,18 +82,19 @@ class Ran:
         data = prepare([TEXT], folder, "alice", tokenizer="byte", workers=1)
         self.file.write_text(TINY.replace("DATA", str(data)))
 
-    def many(self, folder: Path, counts: bool = True) -> None:
+    def many(self, folder: Path) -> None:
         """All runs on several ranks, the smallest worlds first."""
-        for world in sorted({run.world for run in RUNS.values()}):
+        for world in sorted({one.world for one in RUNS.values()}):
             cases = []
-            for name, run in RUNS.items():
-                if run.world == world:
+            for name, one in RUNS.items():
+                if one.world == world:
                     cases.append({"case": "train", "run": str(folder / name), "file": str(self.file),
-                                  "settings": [*run.settings, *run.mesh], "dtype": run.dtype,
-                                  "since": run.since and str(folder / run.since)})  # fmt: skip
-            if world == 2 and counts:
-                cases += [{"case": "count", "out": str(folder / f"count-{name}.json"), "file": str(self.file),
-                           "settings": settings} for name, settings in COUNTS.items()]  # fmt: skip
+                                  "settings": [*one.settings, *one.mesh], "dtype": one.dtype,
+                                  "since": one.since and str(folder / one.since)})  # fmt: skip
+            for name, one in COUNTS.items():
+                if one.world == world:
+                    cases.append({"case": "count", "out": str(folder / f"count-{name}"), "file": str(self.file),
+                                  "settings": [*one.settings, *one.mesh]})  # fmt: skip
             launch(world, cases, folder / f"world-{world}")
 
     def __call__(self, name: str) -> Path:

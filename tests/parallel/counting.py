@@ -1,4 +1,4 @@
-"""Counts what a layout sends in one forward and backward pass of one micro-batch. No test in here."""
+"""Counts what a layout sends in a step. No test in here."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tokenformer.config import load
-from tokenformer.parallel.mesh import Place
-from tokenformer.parallel.plan import micro_batch_bytes
-from tokenformer.train.task import LanguageTask
+from tokenformer.parallel.plan import Planner, Rank
+from tokenformer.train.trainer import Trainer
 
 
 class Bytes(TorchDispatchMode):
@@ -31,23 +30,27 @@ class Bytes(TorchDispatchMode):
 
 
 def count(out: str, file: str, settings: list[str]) -> None:
-    """Writes {"forward": {collective: how many}, "backward": …} of rank 0."""
-    config = load(file, overrides=settings)
-    place = Place(config.parallel)
-    task = LanguageTask(config, place, torch.device("cpu"))
-    place.start(torch.device("cpu"))
-    layout = task.build(config.model, task.first_values())
-    batch = next(iter(task.batches()))
-    found = {}
-    with CommDebugMode() as comm:
-        loss, _ = task.loss(layout.model, batch)
-        found["forward"] = {str(k).split(".")[-1]: n for k, n in comm.get_comm_counts().items()}
-    with CommDebugMode() as comm:
-        loss.backward()
-        found["backward"] = {str(k).split(".")[-1]: n for k, n in comm.get_comm_counts().items()}
+    """Writes what every rank sends in a step, counted and predicted; of rank 0 also how many collectives a micro-batch
+
+    has: {"forward": {collective: how many}, "backward": …}.
+    """
+    trainer = Trainer(load(file, overrides=settings), Path(out).with_suffix(""))
+    trainer.build()
+    place, task, found = trainer.place, trainer.task, {}
+    trainer.batches = task.batches()
+    if trainer.layout.pipeline is not None:
+        trainer.train_step()  # in the first one the stages tell each other their shapes
+    elif trainer.config.train.activation_checkpointing == "none":  # what is made again confuses CommDebugMode
+        with CommDebugMode() as comm:
+            loss, _ = task.loss(trainer.model, next(trainer.batches))
+            found["forward"] = {str(k).split(".")[-1]: n for k, n in comm.get_comm_counts().items()}
+        with CommDebugMode() as comm:
+            loss.backward()
+            found["backward"] = {str(k).split(".")[-1]: n for k, n in comm.get_comm_counts().items()}
+    trainer.layout.clear()
     with Bytes() as sent:
-        task.loss(layout.model, batch)[0].backward()
-    found["bytes"] = sent.total
-    found["formula"] = sum(micro_batch_bytes(config, place.degrees, config.micro_batch or 1).values())
-    if place.first:
-        Path(out).write_text(json.dumps(found))
+        trainer.stopping()
+        trainer.train_step()
+    here = Rank(place.pipeline, place.data_rank, place.token)
+    found["counted"], found["formula"] = sent.total, Planner(trainer.config).sent(place.degrees, here)
+    Path(f"{out}-{place.rank}.json").write_text(json.dumps(found))

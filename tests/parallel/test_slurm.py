@@ -1,6 +1,8 @@
 """The Slurm script: valid bash that says what was asked, refused before it is written where it cannot run."""
 
+import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +40,23 @@ def test_without_slurm_submitting_is_one_sentence(tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["slurm", "lm/150m", "batch=64", *WHERE, "--out", str(tmp_path / "run"), "--submit"]) == 2
     assert "there is no sbatch here" in capsys.readouterr().err
+
+
+OFFICIAL = Path(__file__).parents[1] / "data" / "golden" / "l2_norm_gelu" / "config.yml"
+
+
+def test_an_official_file_with_launcher_slurm_becomes_that_job(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = {"launcher": "slurm", "deepspeed_slurm": True, "num_nodes": 2, "num_gpus": 4, "save": "runs/a/checkpoints"}
+    (tmp_path / "job.yml").write_text(json.dumps(job))
+    assert main(["slurm", str(OFFICIAL), "job.yml"]) == 0
+    said = capsys.readouterr()
+    assert "runs/a.sbatch: 2 nodes × 4 processes, shard 8" in said.out
+    assert "launcher slurm: `tokenformer slurm` with the same files writes that job" in said.err
+    text = (tmp_path / "runs" / "a.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n" in text and f"train {OFFICIAL} job.yml --out runs/a --resume &" in text
+
+
+def test_a_job_without_a_size_is_one_sentence(tmp_path, capsys):
+    assert main(["slurm", "lm/150m", "batch=64", "--out", str(tmp_path / "run")]) == 2
+    assert "--nodes N --gpus-per-node G --out RUN" in capsys.readouterr().err

@@ -2,7 +2,8 @@
 
 example: tokenformer plan lm/1.5b batch=512 --gpus 64 --memory 80GB
 
-For each layout: estimated peak memory a GPU, and bytes that collectives move on one GPU in a step.
+For each layout: estimated peak memory of the fullest GPU, bytes that it sends and receives in a step, and the time of a
+step on GPUs of 400 TFLOP/s with 300 GB/s inside a node and 40 between nodes: rough, to compare layouts.
 """
 
 import argparse
@@ -13,6 +14,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config")
     parser.add_argument("--gpus", type=int, required=True, help="how many")
     parser.add_argument("--memory", default="80GB", help="of one GPU (default: 80GB)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="joined by a fast network (default: 8)")
     parser.add_argument("--all", action="store_true", help="every layout, not the best ten")
 
 
@@ -22,22 +24,26 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.parallel.plan import choose
     from tokenformer.train.run import settle
 
-    if args.gpus < 1:
-        raise UserError(f"--gpus is {args.gpus}: give a number above 0")
+    for name in ("gpus", "gpus_per_node"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number above 0")
     config = settle(load_config(args.config, overrides=args.settings, training=True), 1)
-    every, best = choose(config, args.gpus, gigabytes(args.memory) * 1e9)
+    every, best = choose(config, args.gpus, gigabytes(args.memory) * 1e9, args.gpus_per_node)
     print(f"{args.config}: {args.gpus} GPUs of {args.memory}, batch {config.batch}")
-    print(f"{'replicate':>9} {'shard':>6} {'token':>6} {'micro':>6} {'memory':>9} {'sent a step':>12}")
-    for e in every if args.all else every[:10]:
+    names = f"{'pipeline':>8} {'replicate':>9} {'shard':>6} {'token':>6} {'micro':>6}"
+    print(f"{names} {'memory':>9} {'sent':>11} {'step':>9}")
+    for e in [e for i, e in enumerate(every) if args.all or i < 10 or e is best]:
         d, mark = e.degrees, "  <- recommended" if e is best else ""
-        line = f"{d.replicate:>9} {d.shard:>6} {d.token:>6} {e.micro_batch:>6}"
-        print(f"{line} {e.total / 1e9:>6.1f} GB {e.traffic / 1e9:>9.2f} GB{mark}")
+        line = f"{d.pipeline:>8} {d.replicate:>9} {d.shard:>6} {d.token:>6} {e.micro_batch:>6}"
+        print(f"{line} {e.total / 1e9:>6.1f} GB {e.traffic / 1e9:>8.2f} GB {e.seconds:>7.2f} s{mark}")
     if best is None:
         print("none fits: give more GPUs, a smaller micro_batch, or train.activation_checkpointing=full")
         return 0
     d = best.degrees
-    print(f"memory: {', '.join(f'{name} {n / 1e9:.2f}' for name, n in best.memory.items())} GB")
-    print(f"recommended: parallel.replicate={d.replicate} parallel.shard={d.shard} parallel.token={d.token}")
+    for what, parts in (("memory", best.memory), ("sent", best.sent)):
+        print(f"{what}: {', '.join(f'{name} {n / 1e9:.2f}' for name, n in parts.items()) or 'nothing'} GB")
+    named = {"pipeline": d.pipeline, "replicate": d.replicate, "shard": d.shard, "token": d.token}
+    print("recommended:", *(f"parallel.{name}={n}" for name, n in named.items() if n > 1 or name == "replicate"))
     return 0
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
-    parser.add_argument("--nodes", type=int, required=True, help="how many")
-    parser.add_argument("--gpus-per-node", type=int, required=True, help="GPUs of a node; 0: train on its CPU")
+    parser.add_argument("--nodes", type=int, help="how many (default: an official file's num_nodes)")
     parser.add_argument(
-        "--out", metavar="RUN", required=True, help="run folder; the script and its log stand beside it"
+        "--gpus-per-node", type=int, help="of a node; 0: its CPU (default: an official file's num_gpus)"
     )
+    parser.add_argument("--out", metavar="RUN", help="run folder, the script beside it (default: the config's `out`)")
     parser.add_argument("--time", default="24:00:00", help="longest time of one piece (default: 24:00:00)")
     parser.add_argument("--partition", help="of the cluster")
     parser.add_argument("--account", help="who pays")
@@ -29,19 +29,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tokenformer.errors import UserError
     from tokenformer.files import write_text
-    from tokenformer.hub.official_config import load_config
+    from tokenformer.hub.official_config import launch_of, load_config
     from tokenformer.parallel.mesh import check, degrees
     from tokenformer.parallel.slurm import Job, script
 
-    files = [args.config, *(s for s in args.settings if "=" not in s)]
+    source = Path(args.config)
+    inside = (source / "config.yml").is_file()  # a run
+    files = [source / "config.yml" if inside else args.config, *(s for s in args.settings if "=" not in s)]
     config = load_config(*files, overrides=[s for s in args.settings if "=" in s], training=True)
-    job = Job(args.nodes, args.gpus_per_node, args.time, args.partition, args.account, cpus_per_gpu=args.cpus_per_gpu)
-    text = script(job, args.out, [args.config, *args.settings])
-    laid = degrees(config.parallel, args.nodes * max(1, args.gpus_per_node))
+    nodes, gpus = launch_of(*files)
+    nodes = nodes if args.nodes is None else args.nodes
+    gpus = gpus if args.gpus_per_node is None else args.gpus_per_node
+    out = args.out or (args.config if inside else config.out)
+    if nodes is None or gpus is None or out is None:
+        raise UserError("say how many nodes and GPUs, and where to: --nodes N --gpus-per-node G --out RUN")
+    job = Job(nodes, gpus, args.time, args.partition, args.account, cpus_per_gpu=args.cpus_per_gpu)
+    text = script(job, out, [args.config, *args.settings])
+    laid = degrees(config.parallel, nodes * max(1, gpus))
     check(config.model, laid, config.parallel)
-    path = Path(f"{args.out}.sbatch")
+    path = Path(f"{out}.sbatch")
     write_text(path, text)
-    print(f"{path}: {args.nodes} nodes × {max(1, args.gpus_per_node)} processes, {laid}")
+    print(f"{path}: {nodes} nodes × {max(1, gpus)} processes, {laid}")
     if not args.submit:
         print(f"submit it with: sbatch {path}")
         return 0

@@ -4,6 +4,7 @@ Unusual: `-` and `_` mean the same there, several files merge, and a key that no
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,9 +162,18 @@ def load_config(*names: str | Path, overrides: Sequence[str] = (), training: boo
         if training:
             sections, notes = recipe(official, where)
             translated |= sections
-        print(*notes, sep="\n", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(*notes, sep="\n", file=sys.stderr)
         ours = native.merge(translated, ours)
     return native.build(native.Config, native.override(ours, overrides))
+
+
+def launch_of(*names: str | Path) -> tuple[int | None, int | None]:
+    """Nodes and GPUs of each that official files ask for (`num_nodes`, `num_gpus`)."""
+    raw: dict = {}
+    for name in names:
+        raw.update({_plain(key): value for key, value in native.read(name).items()})
+    return raw.get("num_nodes"), raw.get("num_gpus")
 
 
 class Generation(NamedTuple):

@@ -71,6 +71,8 @@ def recipe(raw: dict, where: str) -> tuple[dict, list[str]]:
         if not flat["log.tensorboard"]:
             notes.append("tensorboard_dir: TensorBoard is not installed (pip install 'tokenformer[log]'), so only "
                          "metrics.jsonl is written")  # fmt: skip
+    if raw.get("launcher") == "slurm" and raw.get("deepspeed_slurm"):
+        notes.append("launcher slurm: `tokenformer slurm` with the same files writes that job and submits it")
     if flat.get("train.clip"):
         notes.append(f"gradients are clipped at {flat['train.clip']:g}; the official trainer drops this setting")
     if flat.get("start"):

@@ -5,6 +5,8 @@ DTensor leaves this file. A part is cut twice: by the token degree along one dim
 """
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -248,6 +250,26 @@ def gather(tensor: Tensor, sizes: Sequence[int], dim: int, group: dist.ProcessGr
     out = padded.new_empty(len(sizes), *padded.shape)
     dist.all_gather_into_tensor(out.view(-1, *padded.shape[1:]), padded, group=group)
     return torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)]).movedim(0, dim)
+
+
+SEGMENT = re.compile(r"segments\.\d+\.")
+
+
+def units(names: Iterable[str], joint: bool) -> list[list[str]]:
+    """Matrices that are orthogonalised as one: each by itself, or the segments of a projection together."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(SEGMENT.sub("segments.", name) if joint else name, []).append(name)
+    return list(found.values())
+
+
+def joined(blocks: Iterable[Mapping[str, Split]], joint: bool) -> Counter[tuple[Split, ...]]:
+    """How many such units there are that are cut alike."""
+    return Counter(
+        tuple(block[name] for name in unit)
+        for block in blocks
+        for unit in units((name for name, split in block.items() if len(split.shape) == 2), joint)
+    )
 
 
 Solve = Callable[[Tensor], Tensor]

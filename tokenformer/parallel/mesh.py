@@ -6,6 +6,7 @@ Unusual: one process has a place too, with every degree 1 and no mesh, so that c
 import dataclasses
 import datetime
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -218,7 +219,7 @@ def together(run: Callable[[], signal.Signals | None]) -> int:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         stop = run()
         return 0 if stop is None else 128 + stop
-    code, rank = 1, f"rank {os.environ.get('RANK')} on {os.uname().nodename}"
+    code, rank = 1, f"rank {os.environ.get('RANK')} on {platform.node()}"
     try:
         run()
         code = 0  # also when it was asked to stop: torchrun would start it again
@@ -244,6 +245,6 @@ def let_go(seconds: int = 10) -> None:
     where this one is still unburied after some seconds, its launcher is ended.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-        said = f"torchrun on {os.uname().nodename} cannot reach the rendezvous and is ended"
+        said = f"torchrun on {platform.node()} cannot reach the rendezvous and is ended"
         watch = f"sleep {seconds}; kill -0 {os.getpid()} 2>/dev/null && echo {said} >&2 && kill -9 {os.getppid()}"
         subprocess.Popen(["sh", "-c", watch], start_new_session=True)

@@ -40,14 +40,12 @@ class Stage(LanguageModel):
         return self.loss(hidden, weight, labels)[0][None]
 
 
-def layers_of(number: int, layers: int, place: Place) -> range:
-    """The blocks of a stage.
+def layers_of(number: int, layers: int, every: int) -> range:
+    """The blocks of stage `number` of `every`.
 
-    >>> from tokenformer.config import ParallelConfig
-    >>> layers_of(0, 5, Place(ParallelConfig()))
-    range(0, 5)
+    >>> [list(layers_of(n, 5, 2)) for n in range(2)]
+    [[0, 1], [2, 3, 4]]
     """
-    every = stages(place.degrees, place.config)
     return range(number * layers // every, (number + 1) * layers // every)
 
 
@@ -56,7 +54,7 @@ def holders(model: LanguageModel, place: Place) -> dict[str, int]:
     found = {}
     every, ranks = stages(place.degrees, place.config), place.degrees.pipeline
     for number in range(every):
-        for layer in layers_of(number, model.config.layers, place):
+        for layer in layers_of(number, model.config.layers, every):
             for name, _ in cast(nn.Module, model.blocks[layer]).named_parameters():
                 found[f"blocks.{layer}.{name}"] = number % ranks
     for name, _ in model.named_parameters():
@@ -70,7 +68,7 @@ def cut(model: LanguageModel, place: Place) -> list[LanguageModel]:
     for number in range(place.pipeline, every, place.degrees.pipeline):
         part: Any = copy.deepcopy(model)
         part.ends = (number == 0, number == every - 1)
-        part.blocks = nn.ModuleDict({str(i): part.blocks[i] for i in layers_of(number, model.config.layers, place)})
+        part.blocks = nn.ModuleDict({str(i): part.blocks[i] for i in layers_of(number, model.config.layers, every)})
         if not (part.ends[0] or (part.ends[1] and model.head is None)):
             part.embedding = None
         if not part.ends[1]:

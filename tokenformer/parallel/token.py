@@ -57,42 +57,32 @@ def _own_channels(x: Tensor, group: Any, ranks: int) -> Tensor:
     return OPS.wait_tensor(OPS.reduce_scatter_tensor(by_rank, "sum", ranks, group)).view(by_rank.shape[1:])
 
 
-class Copy(torch.autograd.Function):
+class Reduce(torch.autograd.Function):
+    """A sum over ranks: of the outputs, of the gradients, or of both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, outputs: bool, gradients: bool) -> Tensor:
+        ctx.group, ctx.gradients = group, gradients
+        return _sum(x, group) if outputs else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _sum(gradients[0], ctx.group) if ctx.gradients else gradients[0], None, None, None
+
+
+def copied(x: Tensor, team: Team) -> Tensor:
     """The same on all ranks, used by each for its own part: gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return _sum(gradients[0], ctx.group), None
+    return cast(Tensor, Reduce.apply(x, team.group, False, True))
 
 
-class Sum(torch.autograd.Function):
+def summed(x: Tensor, team: Team) -> Tensor:
     """Each rank's part → the sum, the same on all ranks: so is its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
+    return cast(Tensor, Reduce.apply(x, team.group, True, False))
 
 
-class Total(torch.autograd.Function):
+def total(own: Tensor, team: Team) -> Tensor:
     """Each rank's statistic → that of all, which each uses for its own part: gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _sum(own, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return _sum(gradients[0], ctx.group), None
+    return cast(Tensor, Reduce.apply(own, team.group, True, True))
 
 
 class LogTotal(torch.autograd.Function):
@@ -111,30 +101,29 @@ class LogTotal(torch.autograd.Function):
         return _sum(gradients[0], ctx.group) * share, None, None
 
 
-class Scatter(torch.autograd.Function):
-    """Each rank's part of all channels → the sum, of this rank's channels."""
+class Channels(torch.autograd.Function):
+    """Each rank's channels → all of them, used by each rank for its own part; or back: the sum, of its own channels.
+
+    The one is the other's gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        return _own_channels(x, group, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return _all_channels(gradients[0], ctx.group, ctx.ranks), None, None
-
-
-class Gather(torch.autograd.Function):
-    """Each rank's channels → all of them, used by each rank for its own part: gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        return _all_channels(x, group, ranks)
+    def forward(ctx: Any, x: Tensor, group: Any, ranks: int, gather: bool) -> Tensor:
+        ctx.group, ctx.ranks, ctx.gather = group, ranks, gather
+        return (_all_channels if gather else _own_channels)(x, group, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _own_channels(gradients[0], ctx.group, ctx.ranks), None, None
+        back = _own_channels if ctx.gather else _all_channels
+        return back(gradients[0], ctx.group, ctx.ranks), None, None, None
+
+
+def gathered(x: Tensor, team: Team) -> Tensor:
+    return cast(Tensor, Channels.apply(x, team.group, team.ranks, True))
+
+
+def scattered(x: Tensor, team: Team) -> Tensor:
+    return cast(Tensor, Channels.apply(x, team.group, team.ranks, False))
 
 
 class Line(torch.autograd.Function):
@@ -157,7 +146,7 @@ def partial_group(x_TD: Tensor, members: Sequence[Segments], theta: str, team: T
     totals: Sequence[Tensor | None] = [None] * len(scores)
     if not team.whole:  # of all members and segments at once
         own = torch.cat([statistic(score_TN, theta) for score_TN in scores], dim=-1)
-        every = LogTotal.apply(own, team.group, team.ranks) if theta == "softmax" else Total.apply(own, team.group)
+        every = LogTotal.apply(own, team.group, team.ranks) if theta == "softmax" else total(own, team)
         totals = cast(Tensor, every).split(1, dim=-1)
     pairs, outputs = iter(zip(scores, totals, strict=True)), []
     for segments in members:
@@ -176,9 +165,9 @@ class TokenPattention(Pattention):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         assert mask is None, "masks are for inference, in one process"
         team = self.team
-        whole = Gather.apply(x, team.group, team.ranks) if self.of_heads else Copy.apply(x, team.group)
-        (own,) = partial_group(cast(Tensor, whole), [self.parts(x.dtype)], self.theta, team)
-        return cast(Tensor, Sum.apply(own, team.group))
+        whole = gathered(x, team) if self.of_heads else copied(x, team)
+        (own,) = partial_group(whole, [self.parts(x.dtype)], self.theta, team)
+        return summed(own, team)
 
 
 class TokenLinear(Linear):
@@ -187,7 +176,7 @@ class TokenLinear(Linear):
     team: Team
 
     def forward(self, input: Tensor) -> Tensor:
-        return cast(Tensor, Sum.apply(super().forward(input), self.team.group))
+        return summed(super().forward(input), self.team)
 
 
 class TokenAttention(Attention):
@@ -197,13 +186,13 @@ class TokenAttention(Attention):
 
     def qkv(self, x: Tensor) -> Sequence[Tensor]:
         layers, team = [self.query, self.key, self.value], self.team
-        x = cast(Tensor, Copy.apply(x, team.group))
+        x = copied(x, team)
         tokens = [layer for layer in layers if isinstance(layer, Pattention)]
         if not tokens:
             return project(x, layers)
         outputs = partial_group(x, [layer.parts(x.dtype) for layer in tokens], tokens[0].theta, team)
         by_rank = [output.unflatten(-1, (team.ranks, -1)) for output in outputs]
-        mine = cast(Tensor, Scatter.apply(torch.cat(by_rank, dim=-1).flatten(-2), team.group, team.ranks))
+        mine = scattered(torch.cat(by_rank, dim=-1).flatten(-2), team)
         return mine.split([part.shape[-1] for part in by_rank], dim=-1)
 
 
@@ -211,7 +200,7 @@ class TokenMLP(MLP):
     team: Team
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(cast(Tensor, Copy.apply(x, self.team.group)))
+        return super().forward(copied(x, self.team))
 
 
 class TokenEmbedding(nn.Embedding):
@@ -222,7 +211,7 @@ class TokenEmbedding(nn.Embedding):
         row = input - self.first
         here = (row >= 0) & (row < len(self.weight))
         found = F.embedding(row.clamp(0, len(self.weight) - 1), self.weight)
-        return cast(Tensor, Sum.apply(found * here[..., None], self.team.group))
+        return summed(found * here[..., None], self.team)
 
 
 class TokenLanguageModel(LanguageModel):
@@ -237,7 +226,7 @@ class TokenLanguageModel(LanguageModel):
         return torch.cat([part[..., :n] for part, n in zip(every, sizes, strict=True)], dim=-1)
 
     def loss(self, hidden_BTD: Tensor, weight_WD: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_BTD = cast(Tensor, Copy.apply(hidden_BTD, self.team.group))
+        hidden_BTD = copied(hidden_BTD, self.team)
         one = functools.partial(split_cross_entropy, first=self.cuts[self.team.rank], team=self.team)
         chunk = max(1, LOGITS * self.team.ranks // self.cuts[-1])  # the same on all ranks
         return linear_cross_entropy(hidden_BTD, weight_WD, labels, chunk, one)
@@ -291,54 +280,57 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     return found
 
 
+def token_splits(model: LanguageModel, ranks: int, whole: bool) -> dict[str, Split]:
+    """How each parameter is cut over `ranks`; `whole`: segments are not cut, but dealt out."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    sizes: dict[str, list[int]] = {}  # of each layer's segments
+    for name, shape in shapes.items():
+        if name.endswith(".key_tokens"):
+            sizes.setdefault(name.rsplit(".", 2)[0], []).append(shape[0])
+
+    def split(name: str, shape: tuple[int, ...]) -> Split:
+        layer, _, last = name.rpartition(".")
+        if last.endswith("_tokens"):
+            layer, _, number = layer.rpartition(".")
+            if not whole:
+                return Split(shape, 0, tiled(shape[0], ranks))
+            owner = owners(sizes[layer], ranks)[int(number)]
+            return Split(shape, 0, (0,) * (owner + 1) + (shape[0],) * (ranks - owner))
+        if len(shape) == 1:
+            return Split(shape)  # norms are on every rank
+        dim = int(layer.endswith((".proj", ".down")))  # these read what is split
+        return Split(shape, dim, even(shape[dim], ranks))
+
+    return {name: split(name, shape) for name, shape in shapes.items()}
+
+
 def split_tokens(model: LanguageModel, place: Place) -> dict[str, Split]:
     """Cuts a model on the meta device in place, and says how."""
     c, ranks = model.config, place.degrees.token
     whole = place.config.segments == "per-rank" and c.kind == "tokenformer"
     team = Team(place.groups["token"].group_name, place.token, ranks, whole)
-    splits = {name: Split(tuple(p.shape)) for name, p in model.named_parameters()}
-
-    def cut(name: str, dim: int, cuts: tuple[int, ...]) -> None:
-        splits[name] = Split(splits[name].shape, dim, cuts)
+    splits = token_splits(model, ranks, whole)
 
     def into(module: nn.Module, kind: type, **more: Any) -> None:
         module.__class__ = kind
         for name, value in {"team": team, **more}.items():
             setattr(module, name, value)
 
-    def tokens(name: str, layer: Pattention) -> None:
-        sizes = [len(segment.key_tokens) for segment in layer.segments]
-        for i, (n, owner) in enumerate(zip(sizes, owners(sizes, ranks), strict=True)):
-            cuts = (0,) * (owner + 1) + (n,) * (ranks - owner) if whole else tiled(n, ranks)
-            for which in ("key_tokens", "value_tokens"):
-                cut(f"{name}.segments.{i}.{which}", 0, cuts)
-
-    for number, block in enumerate(cast(Sequence[Block], model.blocks)):
-        at = f"blocks.{number}"
+    for block in cast(Sequence[Block], model.blocks):
         into(block.attention, TokenAttention)
         for name in ("query", "key", "value", "proj"):
-            layer, full = getattr(block.attention, name), f"{at}.attention.{name}"
+            layer = getattr(block.attention, name)
             if isinstance(layer, Pattention):
-                tokens(full, layer)
                 into(layer, TokenPattention, of_heads=True)
-            else:
-                outward = name == "proj"
-                cut(f"{full}.weight", int(outward), even(layer.weight.shape[int(outward)], ranks))
-                into(layer, TokenLinear if outward else Linear)
+            elif name == "proj":
+                into(layer, TokenLinear)
         if isinstance(block.ffn, Pattention):
-            tokens(f"{at}.ffn", block.ffn)
             into(block.ffn, TokenPattention, of_heads=False)
         else:
-            for name in ("gate", "up", "down"):
-                if getattr(block.ffn, name) is not None:
-                    cut(f"{at}.ffn.{name}.weight", int(name == "down"), even(c.mlp_dim, ranks))
             into(cast(MLP, block.ffn).down, TokenLinear)
             into(block.ffn, TokenMLP)
-    vocabulary = even(c.vocab, ranks)
-    cut("embedding.weight", 0, vocabulary)
+    vocabulary = splits["embedding.weight"].cuts
     into(model.embedding, TokenEmbedding, first=vocabulary[place.token])
-    if model.head is not None:
-        cut("head.weight", 0, vocabulary)
     into(model, TokenLanguageModel, cuts=vocabulary)
     for name, split in splits.items():
         owner, _, own = name.rpartition(".")

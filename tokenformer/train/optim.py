@@ -5,19 +5,17 @@ the device, so that nothing waits for it; Muon works on all matrices of one shap
 """
 
 import functools
-import re
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from tokenformer.config_train import OptimizerConfig
-from tokenformer.parallel.layout import Layout, Split, spread
+from tokenformer.parallel.layout import Layout, Split, spread, units
 
 # Newton–Schulz quintic: drives every singular value of a matrix of norm ≤ 1 to about 0.7–1.2 in five steps.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 STACK = 1 << 26  # numbers that are orthogonalised at once
-SEGMENT = re.compile(r"segments\.\d+\.")
 
 
 def split(named: Iterable[tuple[str, nn.Parameter]], kind: str) -> dict[str, dict[str, nn.Parameter]]:
@@ -104,24 +102,21 @@ class Optimizer:
     def _orthogonal(self, stack: Tensor, splits: tuple[Split, ...]) -> Tensor:
         """Of each matrix; where only a part of it is here, some rank puts it together, and gives this part back."""
         solve = functools.partial(orthogonalise, steps=self.config.orthogonal_steps, dtype=self._dtype(stack))
-        if self.layout is None or self.layout.place.alone:
+        if self.layout is None or self.layout.place.degrees.world == self.layout.place.degrees.pipeline:
             return solve(stack)
         place = self.layout.place
         sizes = [side.stop - side.start for side, *_ in (self.layout.box_of(split) for split in splits)]
-        units = spread([matrix.split(sizes) for matrix in stack], splits, place, solve)
-        return torch.stack([_rows(unit) for unit in units])
+        solved = spread([matrix.split(sizes) for matrix in stack], splits, place, solve)
+        return torch.stack([_rows(unit) for unit in solved])
 
     def _units(self) -> dict[tuple[Split, ...], list[list[str]]]:
         """Names of what is orthogonalised as one, by how their parts are cut."""
-        units: dict[str, list[str]] = {}
-        for name, matrix in self.matrices.items():
-            if matrix.grad is not None:
-                if name not in self.momentum:
-                    self.momentum[name] = torch.zeros_like(matrix)
-                joint = self.config.segments == "joint"
-                units.setdefault(SEGMENT.sub("segments.", name) if joint else name, []).append(name)
+        names = [name for name, matrix in self.matrices.items() if matrix.grad is not None]
+        for name in names:
+            if name not in self.momentum:
+                self.momentum[name] = torch.zeros_like(self.matrices[name])
         alike: dict[tuple[Split, ...], list[list[str]]] = {}
-        for unit in units.values():
+        for unit in units(names, self.config.segments == "joint"):
             if self.layout is None:
                 splits = tuple(Split(tuple(self.matrices[name].shape)) for name in unit)
             else:
