@@ -1,7 +1,7 @@
 """Training curves with and without kernels: the same initial weights and data, once under AdamW and once under Muon.
 
   tokenformer prepare enwik8 enwik8.xz --out data
-  python benchmarks/curves.py data/enwik8_text_document --out curves [--recipes adamw:6e-4 muon:2e-3] [KEY=VALUE …]
+  python benchmarks/curves.py data/enwik8_text_document --out curves [--recipe adamw:6e-4 …] [KEY=VALUE …]
 
 Each arm is a `tokenformer train lm/150m` of 500 steps of 65,536 tokens; a second seed with kernels beside. Prints
 a JSON line a recipe: means of the last fifth of the steps, their relative differences, and how far the loss fell. Arms
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+RECIPES = ["adamw:6e-4", "muon:2e-3"]
 ARMS = {"kernels": ("triton", 1234), "reference": ("reference", 1234), "kernels, second seed": ("triton", 5678)}
 
 
@@ -63,11 +64,11 @@ def main() -> None:
     parser.add_argument("data", help="a prepared set")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="for every arm")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipes", nargs="+", default=["adamw:6e-4", "muon:2e-3"])
+    parser.add_argument("--recipe", action="append", help="optimizer:rate (default: adamw:6e-4 and muon:2e-3)")
     parser.add_argument("--steps", type=int, default=500)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     every = {}
-    for recipe in args.recipes:
+    for recipe in args.recipe or RECIPES:
         every[recipe] = {arm: train(args.out, recipe, arm, args.data, args.steps, args.settings) for arm in ARMS}
         print(json.dumps(compare(recipe, every[recipe], args.steps)), flush=True)
     draw(args.out / "curves.png", every)
