@@ -135,7 +135,8 @@ class Trainer:
         say(f"{self.folder}: {c.model.kind} of {self.cost.parameters:,} parameters, {recipe}")
         shares = f"{c.micro_batch} × {self.task.micro_batches} accumulated × {self.place.data_world} ranks"
         say(f"batch {c.batch} = {shares}, {self.task.tokens_per_step:,} tokens a step, {c.steps} steps")
-        say(f"Pattention by {self.task.pattention}; blocks compiled by {self.task.backend} (train.compile)")
+        own = f"Pattention by {self.task.pattention}; " if c.model.kind == "tokenformer" else ""
+        say(f"{own}blocks compiled by {self.task.backend} (train.compile)")
         if self.found is not None:
             say(f"going on from step {self.step} ({self.found})")
         for line in (*self.notes, *(f"changed since the last start: {change}" for change in self.changes)):
