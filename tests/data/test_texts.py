@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -142,6 +142,7 @@ def test_folders_and_globs_come_in_the_order_of_their_names(tmp_path):
     block=st.integers(1, 40),
     byte=st.booleans(),
 )
+@example(parts=["", "<<<<<<"], separator=".", fragment=1, block=1, byte=True)  # the last fragment ends the text
 def test_separators_cut_like_split_whatever_the_blocks(tmp_path_factory, parts, separator, fragment, block, byte):
     """Fragments and blocks of any size change nothing: the documents are those of str.split."""
     text = separator.join(parts)

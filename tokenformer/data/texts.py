@@ -203,7 +203,7 @@ def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) ->
                 yield Unit(text[start:stop], last=False)
                 start, opened = stop, True
         text, searched = text[start:], searched - start
-    if text or number == 1:  # nothing after the last separator is no document
+    if text or opened or number == 1:  # nothing after the last separator is no document
         yield from _close(text, opened, f"{name}, document {number}," if mark else name, how, cuts)
 
 

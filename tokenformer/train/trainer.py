@@ -135,8 +135,10 @@ class Trainer:
         say(f"{self.folder}: {c.model.kind} of {self.cost.parameters:,} parameters, {recipe}")
         shares = f"{c.micro_batch} × {self.task.micro_batches} accumulated × {self.place.data_world} ranks"
         say(f"batch {c.batch} = {shares}, {self.task.tokens_per_step:,} tokens a step, {c.steps} steps")
-        own = f"Pattention by {self.task.pattention}; " if c.model.kind == "tokenformer" else ""
-        say(f"{own}blocks compiled by {self.task.backend} (train.compile)")
+        if c.model.kind == "tokenformer":
+            say(f"Pattention is computed by the {self.task.pattention} path (TOKENFORMER_PATTENTION chooses)")
+        if self.task.backend != "none":
+            say(f"blocks are compiled by {self.task.backend} in the first step (train.compile=none turns it off)")
         if self.found is not None:
             say(f"going on from step {self.step} ({self.found})")
         for line in (*self.notes, *(f"changed since the last start: {change}" for change in self.changes)):
