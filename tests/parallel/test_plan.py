@@ -1,8 +1,10 @@
 """The plan command: estimates that follow from the formulas, and a recommendation that fits."""
 
 import dataclasses
+import re
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,11 +86,33 @@ def test_the_command_prints_and_recommends(capsys):
     assert "recommended: parallel.replicate=" in out and "64 GPUs of 80GB, batch 512" in out
 
 
+def test_a_run_that_grows_is_planned_for_its_last_model(capsys):
+    growth = "growth=[{at: {step: 10}, qkv_tokens: 7680, proj_tokens: 7680, ffn_tokens: 30720}]"
+    command = ["plan", "lm/150m", "batch=64", "micro_batch=4", "--gpus", "8"]
+    said = []
+    for more in ([], [growth]):
+        assert main([*command, *more]) == 0
+        said.append(capsys.readouterr().out)
+    assert "planned for the model after its 1 growths" in said[1]
+    parameters = [float(re.search(r"memory: parameters ([\d.]+)", text)[1]) for text in said]
+    assert parameters[1] > 5 * parameters[0]
+
+
+def test_an_official_file_counts_its_batch_by_gpus(capsys):
+    official = Path(__file__).parents[1] / "data" / "golden" / "l2_norm_gelu" / "config.yml"
+    said = []
+    for gpus in ("2", "8"):
+        assert main(["plan", str(official), "--gpus", gpus]) == 0
+        said.append(int(re.search(r"batch (\d+)", capsys.readouterr().out)[1]))
+    assert said[1] == 4 * said[0]
+
+
 @pytest.mark.parametrize(
     "command, message",
     [
         (["plan", "lm/150m", "batch=64", "--gpus", "0"], "--gpus is 0"),
         (["plan", "lm/150m", "batch=64", "--gpus", "8", "--memory", "much"], "--memory is 'much'"),
+        (["plan", "lm/150m", "batch=64", "--gpus", "8", "--memory", "0"], "--memory is '0'"),
         (["plan", "lm/150m", "batch=3", "micro_batch=3", "--gpus", "2048"], "no layout of 2048 GPUs divides"),
     ],
 )

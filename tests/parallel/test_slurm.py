@@ -14,7 +14,7 @@ WHERE = ["--nodes", "2", "--gpus-per-node", "4"]
 def test_the_script_is_bash_and_says_what_was_asked(tmp_path, capsys):
     run = tmp_path / "runs" / "a b"
     options = ["--out", str(run), "--time", "1:00:00", "--partition", "big"]
-    assert main(["slurm", "lm/150m", "batch=64", "parallel.shard=8", *WHERE, *options]) == 0
+    assert main(["slurm", "lm/150m", "data.path=d", "batch=64", "parallel.shard=8", *WHERE, *options]) == 0
     path = tmp_path / "runs" / "a b.sbatch"
     assert f"submit it with: sbatch {path}" in capsys.readouterr().out
     text = path.read_text()
@@ -28,17 +28,26 @@ def test_the_script_is_bash_and_says_what_was_asked(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "settings, message",
-    [(["parallel.shard=3"], "which does not divide 8"), (["parallel.token=8"], "does not divide model.heads 12")],
+    [
+        (["parallel.shard=3"], "which does not divide 8"),
+        (["parallel.token=8"], "does not divide model.heads 12"),
+        (["batch=100"], "batch 100 cannot be cut into micro-batches"),
+        (["data.path=null"], "data.path is missing"),
+        (["--time", "banana"], "--time is 'banana'"),
+        (["--cpus-per-gpu", "-1"], "--cpus-per-gpu is -1"),
+    ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, capsys, settings, message):
-    assert main(["slurm", "lm/150m", "batch=64", *settings, *WHERE, "--out", str(tmp_path / "run")]) == 2
+    assert main(["slurm", "lm/150m", "data.path=d", "batch=64", *settings, *WHERE, "--out", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_without_slurm_submitting_is_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["slurm", "lm/150m", "batch=64", *WHERE, "--out", str(tmp_path / "run"), "--submit"]) == 2
+    assert (
+        main(["slurm", "lm/150m", "data.path=d", "batch=64", *WHERE, "--out", str(tmp_path / "run"), "--submit"]) == 2
+    )
     assert "there is no sbatch here" in capsys.readouterr().err
 
 
@@ -58,5 +67,5 @@ def test_an_official_file_with_launcher_slurm_becomes_that_job(tmp_path, capsys,
 
 
 def test_a_job_without_a_size_is_one_sentence(tmp_path, capsys):
-    assert main(["slurm", "lm/150m", "batch=64", "--out", str(tmp_path / "run")]) == 2
+    assert main(["slurm", "lm/150m", "data.path=d", "batch=64", "--out", str(tmp_path / "run")]) == 2
     assert "--nodes N --gpus-per-node G --out RUN" in capsys.readouterr().err

@@ -7,10 +7,12 @@ step on GPUs of 400 TFLOP/s with 300 GB/s inside a node and 40 between nodes: ro
 """
 
 import argparse
+import dataclasses
+from pathlib import Path
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="config file or preset")
+    parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config")
     parser.add_argument("--gpus", type=int, required=True, help="how many")
     parser.add_argument("--memory", default="80GB", help="of one GPU (default: 80GB)")
@@ -20,6 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tokenformer.errors import UserError
+    from tokenformer.growth.schedule import chain
     from tokenformer.hub.official_config import load_config
     from tokenformer.parallel.plan import choose
     from tokenformer.train.run import settle
@@ -27,7 +30,13 @@ def run(args: argparse.Namespace) -> int:
     for name in ("gpus", "gpus_per_node"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number above 0")
-    config = settle(load_config(args.config, overrides=args.settings, training=True), 1)
+    inside = Path(args.config) / "config.yml"  # of a run
+    config = load_config(inside if inside.is_file() else args.config, overrides=args.settings, training=True)
+    config = settle(config, args.gpus if config.batch is None else 1)  # official files count a batch by GPUs
+    grown = chain(config.model, config.growth)[-1]
+    if config.growth:
+        print(f"planned for the model after its {len(config.growth)} growths")
+    config = dataclasses.replace(config, model=grown, growth=[])
     every, best = choose(config, args.gpus, gigabytes(args.memory) * 1e9, args.gpus_per_node)
     print(f"{args.config}: {args.gpus} GPUs of {args.memory}, batch {config.batch}")
     names = f"{'pipeline':>8} {'replicate':>9} {'shard':>6} {'token':>6} {'micro':>6}"
@@ -55,6 +64,9 @@ def gigabytes(text: str) -> float:
     from tokenformer.errors import UserError
 
     try:
-        return float(text.upper().removesuffix("GB").strip())
+        found = float(text.upper().removesuffix("GB").strip())
     except ValueError:
-        raise UserError(f"--memory is '{text}': give gigabytes, such as 80GB") from None
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise UserError(f"--memory is '{text}': give gigabytes, such as 80GB")
+    return found

@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.hub.official_config import launch_of, load_config
     from tokenformer.parallel.mesh import check, degrees
     from tokenformer.parallel.slurm import Job, script
+    from tokenformer.train.run import settle
 
     source = Path(args.config)
     inside = (source / "config.yml").is_file()  # a run
@@ -47,9 +48,14 @@ def run(args: argparse.Namespace) -> int:
     text = script(job, out, [args.config, *args.settings])
     laid = degrees(config.parallel, nodes * max(1, gpus))
     check(config.model, laid, config.parallel)
+    settle(config, laid.replicate * laid.shard)
+    if not config.data.path:
+        raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
     path = Path(f"{out}.sbatch")
     write_text(path, text)
     print(f"{path}: {nodes} nodes × {max(1, gpus)} processes, {laid}")
+    if args.cpus_per_gpu is None:
+        print("it asks for no CPUs, of which a cluster may then give one a node: --cpus-per-gpu N asks for more")
     if not args.submit:
         print(f"submit it with: sbatch {path}")
         return 0

@@ -5,6 +5,7 @@ the queue. `--resume` is always given: it begins where there is nothing to go on
 """
 
 import dataclasses
+import re
 import shlex
 import sys
 
@@ -35,6 +36,9 @@ def script(job: Job, run: str, arguments: list[str]) -> str:
     """
     need(job.nodes > 0, f"--nodes is {job.nodes}: give a number above 0")
     need(job.gpus_per_node >= 0, f"--gpus-per-node is {job.gpus_per_node}: give 0 (CPU) or more")
+    need(job.cpus_per_gpu is None or job.cpus_per_gpu > 0, f"--cpus-per-gpu is {job.cpus_per_gpu}: give 1 or more")
+    known = re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", job.time)
+    need(bool(known), f"--time is '{job.time}': give it as Slurm reads it, such as 24:00:00 or 2-12:00:00")
     processes = job.processes or max(1, job.gpus_per_node)
     asked = {
         "job-name": job.name,
@@ -71,7 +75,8 @@ def script(job: Job, run: str, arguments: list[str]) -> str:
             "# back into the queue to go on from there. Only they listen: torchrun would kill them after 30 seconds.",
             "asked=0",
             "trap asked=1 USR1 TERM",
-            'srun --kill-on-bad-exit=1 bash -c \'trap "" USR1 TERM; exec "$@"\' torchrun \\',
+            "export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun does not ask for what sbatch was given",
+            'srun --kill-on-bad-exit=1 --cpu-bind=none bash -c \'trap "" USR1 TERM; exec "$@"\' torchrun \\',
             f"  {shlex.quote(sys.executable)} -m torch.distributed.run --signals-to-handle=SIGINT \\",
             f"  --nnodes={job.nodes} --nproc-per-node={processes} --max-restarts={job.restarts} \\",
             '  --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \\',

@@ -7,6 +7,7 @@ device; everything that must survive is in `parts`; all that can be refused is r
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import sys
 import threading
@@ -73,8 +74,6 @@ class Trainer:
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.found = None if before is None else checkpoint.newest(self.folder, checksums=self.place.first)
         self.chain, self.grown = chain(self.config.model, self.config.growth), Progress()
-        for model in self.chain:
-            check(model, self.place.degrees, self.config.parallel)
         if self.found is not None:
             self.grown.load_state_dict(checkpoint.read_state(self.found)["growth"])
             done = len(self.grown.steps)
@@ -83,6 +82,8 @@ class Trainer:
                     f"{self.found} holds a model that the config does not lead to by {done} growths: "
                     "resume with the config that the run was made with"
                 )
+        for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
+            check(model, self.place.degrees, self.config.parallel)
         loggers.check(self.config)
         self.device = self.place.device(pick_device(self.config.train.device))
         with warnings.catch_warnings(record=True) as caught:
@@ -312,7 +313,8 @@ class Trainer:
 
     @property
     def again(self) -> str:
-        return f"tokenformer train {self.folder} --resume"
+        many = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE')} -m "
+        return f"{'' if self.place.alone else many}tokenformer train {self.folder} --resume"
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
