@@ -1,6 +1,6 @@
 """A training step (forward, backward, AdamW; bf16, random ids) of our models and of their rivals, in one run.
 
-  python benchmarks/step.py [--cells lm/150m:kernels:16 official-checkpointed:16 …] [--profile] [--out FILE]
+  python benchmarks/step.py [--cells lm/150m:kernels:16 official:checkpointed:16 …] [--profile] [--out FILE]
 
 A cell is who:how:samples[:context]. Who: one of our presets (`+4` behind it: in the four segments of the growth
 chain), `official` (the released code's formulation written again: every projection by itself, full logits) or

@@ -85,9 +85,7 @@ class FusedTokens:
                 at = 0
                 for segment, size, room in zip(member.segments, sizes, padded, strict=True):
                     keys = segment.key_tokens.detach().float()
-                    if (
-                        centred
-                    ):  # Σ over channels of (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
+                    if centred:  # Σ (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
                         keys = keys - keys.mean(-1, keepdim=True)
                     self.key_LND[i, m * self.n + at : m * self.n + at + size] = keys.to(dtype)
                     self.value_LMEN[i, m, :, at : at + size] = segment.value_tokens.detach().T.to(dtype)

@@ -15,6 +15,7 @@ from tokenformer.ops.pattention import MISSING, backend
 
 IGNORE = -100
 LOGITS = 1 << 27  # how many are held at once
+ROWS = 4096  # whose logits the kernel holds at once
 
 
 def linear_cross_entropy(
@@ -40,7 +41,7 @@ def linear_cross_entropy(
             from tokenformer.ops.kernels.cross_entropy import fused
         except ImportError as error:
             raise UserError(MISSING) from error
-        return fused(hidden_TD, weight_WD, labels_T, IGNORE, chunk), (labels_T != IGNORE).sum()
+        return fused(hidden_TD, weight_WD, labels_T, IGNORE, chunk or ROWS), (labels_T != IGNORE).sum()
     chunk = chunk or max(1, LOGITS // len(weight_WD))
     pairs = list(zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True))
     one = loss_of or _chunk

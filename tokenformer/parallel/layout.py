@@ -21,6 +21,7 @@ from tokenformer.models import LanguageModel
 from tokenformer.parallel.mesh import Place
 
 Box = tuple[slice, ...]
+STACK = 1 << 26  # numbers that Muon orthogonalises at once
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,17 +16,15 @@ from tokenformer.config import PROJECTIONS, Config, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.models import LanguageModel
 from tokenformer.models.cost import cost
-from tokenformer.ops.cross_entropy import LOGITS
-from tokenformer.parallel.layout import Split, joined, volume
+from tokenformer.ops.cross_entropy import LOGITS, ROWS
+from tokenformer.parallel.layout import STACK, Split, joined, volume
 from tokenformer.parallel.mesh import Degrees, check, stages
 from tokenformer.parallel.pipeline import layers_of
 from tokenformer.parallel.token import token_splits
 
 WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
-CHUNK = 4096  # rows whose logits the kernel of the loss holds at once (ops/kernels/cross_entropy.py)
 LOGIT = 12  # bytes of one logit in the backward pass of the loss: its logarithm, two gradients, all fp32
 MUON = 28  # bytes of one number while Muon updates it: gradient, momentum, direction, move, some of them twice
-STACK = 1 << 26  # numbers that Muon works on at once (train/optim.py)
 FLOPS, NEAR, FAR = 4e14, 3e11, 4e10  # a GPU's in a second; bytes inside a node and between nodes: to compare layouts
 KEPT = {  # of a score: bytes in fp32 and numbers in the compute type; bytes a row of a Pattention; numbers in backward
     "op by op": (8, 1, 0, 9),
@@ -230,7 +228,7 @@ class Planner:
         head = last * model.vocab * model.dim / d.token  # in the compute type, with its gradient
         logits = last * LOGIT * min(rows * model.vocab / d.token, LOGITS)
         if compiled and d.token == 1:  # its kernel: a chunk's logits become their gradients, that of the head is fp32
-            logits = last * c * min(rows, CHUNK) * model.vocab + 4 * head + last * c * rows * model.dim
+            logits = last * c * min(rows, ROWS) * model.vocab + 4 * head + last * c * rows * model.dim
         moment = {
             "loss": {"activations": kept, "weights": copies + 2 * c * head, "logits": logits},
             "backward": {"activations": kept + full * inside, "weights": copies + 4 * head, "work": rows * work},

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer.config_train import OptimizerConfig
-from tokenformer.parallel.layout import Layout, Split, spread, units
+from tokenformer.parallel.layout import STACK, Layout, Split, spread, units
 
 # Newton–Schulz quintic: drives every singular value of a matrix of norm ≤ 1 to about 0.7–1.2 in five steps.
 QUINTIC = (3.4445, -4.7750, 2.0315)
-STACK = 1 << 26  # numbers that are orthogonalised at once
 
 
 def split(named: Iterable[tuple[str, nn.Parameter]], kind: str) -> dict[str, dict[str, nn.Parameter]]:

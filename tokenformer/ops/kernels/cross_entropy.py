@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tokenformer.ops.kernels.pattention import exp2, jit
 
-ROWS = 4096  # whose logits are held at once
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -94,6 +93,6 @@ def _chain(ctx: Any, gradients: list[Tensor]) -> tuple:
 linear_cross_entropy.register_autograd(_chain, setup_context=_keep)
 
 
-def fused(hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, chunk: int | None) -> Tensor:
+def fused(hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, chunk: int) -> Tensor:
     grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return linear_cross_entropy(hidden, weight, labels, ignore, chunk or ROWS, grad)[0]
+    return linear_cross_entropy(hidden, weight, labels, ignore, chunk, grad)[0]

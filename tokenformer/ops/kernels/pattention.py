@@ -21,23 +21,18 @@ jit: Any = triton.jit  # what it makes is beyond a type checker
 
 
 @jit
+def _instruction(x, assembly):
+    return tl.inline_asm_elementwise(assembly, "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@jit
 def exp2(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
+    return _instruction(x, "ex2.approx.ftz.f32 $0, $1;") if FAST else tl.exp2(x)
 
 
 @jit
 def _inverse(x, FAST: tl.constexpr):
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return 1.0 / x
+    return _instruction(x, "rcp.approx.ftz.f32 $0, $1;") if FAST else 1.0 / x
 
 
 @jit
