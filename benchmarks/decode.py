@@ -32,6 +32,13 @@ SHAPES = {
 RIVALS = {"1.5b": ("GPT-NeoX 1.4B", 24, 2048, 16), "150m": ("GPT-NeoX 160M", 12, 768, 12)}
 PROMPT, NEW, SLOTS = 128, 256, 384
 ONE: list[dict] = [
+    {"one_slot_warps": 4},
+    {"one_slot_warps": 2},
+    {"one_slots": 32, "one_slot_warps": 4},
+    {"one_slots": 32, "one_slot_warps": 2},
+    {"one_slots": 32, "one_slot_warps": 1},
+    {"one_slots": 16, "one_slot_warps": 1, "slot_programs": 256},
+    {"slot_programs": 64},
     {"one_programs": 396, "one_depth": 12},
     {"one_programs": 192, "one_depth": 24},
     {"one_programs": 528},
@@ -42,26 +49,22 @@ ONE: list[dict] = [
     {"one_depth": 12, "one_registers": 96},
     {"one_rows": 4, "one_warps": 4, "one_programs": 528, "one_values": 528, "one_wide": 264},
     {"one_rows": 16, "one_warps": 16, "one_registers": 64, "one_wide": 96},
-    {"one_slots": 32, "one_slot_warps": 4},
-    {"one_slots": 32},
-    {"slot_programs": 64},
-    {"slot_programs": 256, "one_slots": 32},
 ]
 MANY: list[dict] = [
-    {"stages": 4},
-    {"stages": 3},
-    {"pdl": False},
-    {"proj_rows": 16},
-    {"proj_rows": 64},
-    {"value_programs": 96},
-    {"value_programs": 264},
-    {"warps": 8},
+    {"slot_warps": 1},
+    {"slot_warps": 4},
+    {"slots": 64},
+    {"slots": 64, "slot_stages": 2},
+    {"slots": 16},
     {"slot_stages": 2},
     {"slot_stages": 4},
-    {"slots": 64, "slot_stages": 2},
-    {"slots": 64, "slot_warps": 8, "slot_stages": 2},
-    {"slots": 16, "slot_warps": 2},
-    {"slots": 16},
+    {"slot_programs": 1024},
+    {"value_programs": 96},
+    {"value_programs": 264},
+    {"stages": 4},
+    {"stages": 6},
+    {"pdl": False},
+    {"warps": 8},
 ]
 BEGUN = time.time()
 

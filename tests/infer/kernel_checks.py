@@ -99,13 +99,13 @@ def greedy_error() -> float:
     logits[2, 45] = 10.0  # no token of the vocabulary
     logits[3, 11] = 10.0  # a stop token
     token, position, out = torch.zeros(4, dtype=torch.long), torch.tensor([5, 6, 7, 8]), torch.zeros(4, 6).long()
-    count, limit, done = torch.tensor([2]), torch.tensor([3, 9, 9, 9]), torch.tensor([False, False, True, False])
-    decode.greedy(logits, 40, token, out, position, count, limit, done.view(torch.int8), torch.tensor([11, 12]))
+    last, limit, done = position - 2, torch.tensor([3, 9, 9, 9]), torch.tensor([False, False, True, False])
+    decode.greedy(logits, 40, token, out, position, last, limit, done.view(torch.int8), torch.tensor([11, 12]))
     expected = logits[:, :40].argmax(-1)
     assert expected[1] == 7
     wrong = [
         token != expected,
-        out[:, 2] != expected,
+        out[:, 2] != torch.where(torch.tensor([False, False, True, False]), 0, expected),
         out[:, [0, 1, 3, 4, 5]] != 0,
         position != torch.tensor([6, 7, 7, 9]),
     ]

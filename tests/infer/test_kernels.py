@@ -56,7 +56,7 @@ ONE = {"x": "*fp32", "score": "*fp32", "keys": "*i32", "values": "*i32", "out": 
 MANY = {"x": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16"}
 PIECES = {"R": 8, "BK": 128, "EVEN": True, "DEPTH": 18, "KIND": "bf16", "PDL": True}
 DOT = {"ROWS": 64, "BK": 128, "BB": 32, "PRECISION": "tf32", "PDL": True}
-HEAD = {"H": 16, "C": 96, "CP": 128, "HALF": 12, "BS": 32, "SPLIT": 1, "STAGES": 3, "PDL": True}
+HEAD = {"H": 16, "C": 96, "CP": 128, "HALF": 12, "BS": 32, "SPLIT": 1, "STAGES": 3, "PRECISION": "tf32", "PDL": True}
 KERNELS: dict[str, tuple[str, dict, dict]] = {  # name → kernel, types, constants
     "scores of one row": ("_scores_one", ONE, {**PIECES, "PER": 24, "K": 768}),
     "scores of one row in fp32": (

@@ -161,6 +161,7 @@ class _Batch:
         self.forward = engine.make_step(batch)
         self.token_B, self.position_B = torch.zeros(2, batch, dtype=torch.long, device=device).unbind(0)
         self.seed_B, self.limit_B = torch.zeros(2, batch, dtype=torch.long, device=device).unbind(0)
+        self.last_B = torch.zeros(batch, dtype=torch.long, device=device)  # where prompts end
         self.count = torch.zeros(1, dtype=torch.long, device=device)
         self.done_B = torch.zeros(batch, dtype=torch.bool, device=device)
         self.stop_ids = torch.zeros(stops, dtype=torch.long, device=device)
@@ -179,7 +180,6 @@ class _Batch:
                     self.count.zero_()
             torch.cuda.current_stream().wait_stream(stream)
             self.replay = Graph(self._step)
-        self.last_B = torch.zeros(batch, dtype=torch.long, device=device)
         self.last_ids: Tensor | None = None  # of the last prefill
         self.prefill_again: Graph | None = None  # on them
 
@@ -202,10 +202,9 @@ class _Batch:
             from tokenformer.ops.kernels import decode
 
             decode.greedy(
-                logits_BW, self.engine.vocab, self.token_B, self.out_BK, self.position_B, self.count, self.limit_B,
+                logits_BW, self.engine.vocab, self.token_B, self.out_BK, self.position_B, self.last_B, self.limit_B,
                 self.done_B.view(torch.int8), self.stop_ids,
             )  # fmt: skip
-            self.count += 1
             return
         self.position_B += ~self.done_B
         self._pick(logits_BW.to(torch.promote_types(logits_BW.dtype, torch.float32)))
@@ -275,17 +274,15 @@ class _Batch:
         logprobs = self.logprob_BK[:, self._taken : self.made].tolist() if self.with_logprobs else [[]] * len(ids)
         new = []
         for i, row in enumerate(self.rows):
-            new.append([])
-            for j, token in enumerate(ids[i]):
-                if self.ended[i]:
-                    break
-                if token in self._stops:
-                    self.rows[i], self.ended[i] = row._replace(finished=True), True
-                    break
-                new[i].append(token)
-                row.ids.append(token)
-                row.logprobs.extend(logprobs[i][j : j + 1])
-                self.ended[i] = len(row.ids) >= self.limits[i]
+            mine = [] if self.ended[i] else ids[i][: self.limits[i] - len(row.ids)]
+            stop = next((j for j, token in enumerate(mine) if token in self._stops), None) if self._stops else None
+            mine = mine[:stop]
+            row.ids.extend(mine)
+            row.logprobs.extend(logprobs[i][: len(mine)])
+            if stop is not None:
+                self.rows[i] = row._replace(finished=True)
+            self.ended[i] |= stop is not None or len(row.ids) >= self.limits[i]
+            new.append(mine)
         self._taken = self.made
         return new
 

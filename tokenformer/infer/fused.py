@@ -38,11 +38,10 @@ class Tuning:
     one_depth: int = 18  # pieces under way
     one_warps: int = 8
     one_registers: int = 128  # a thread has: with fewer, the next kernel has room beside this one
-    one_slots: int = 64  # of the cache at once
-    one_slot_warps: int = 8
+    one_slots: int = 32  # of the cache at once
+    one_slot_warps: int = 2
     # several rows of data
-    score_rows: int = 64  # of weights a program: of q, k and v or the FFN,
-    proj_rows: int = 32  # and of proj
+    score_rows: int = 64  # of weights a program
     value_rows: int = 64
     value_programs: int = 132  # about how many share one product of values
     block: int = 128
@@ -74,7 +73,7 @@ class FusedTokens:
 
     def __init__(self, layers: Sequence[Sequence[Pattention]], dtype: torch.dtype, centred: bool) -> None:
         one, self.members = layers[0][0].segments, len(layers[0])
-        sizes = [len(s.key_tokens) for s in one]
+        self.sizes = sizes = [len(s.key_tokens) for s in one]
         padded = [-(-n // PAD) * PAD for n in sizes]
         device, self.n = one[0].key_tokens.device, sum(padded)
         d_in, d_out = one[0].key_tokens.shape[1], one[0].value_tokens.shape[1]
@@ -91,9 +90,9 @@ class FusedTokens:
                     self.value_LMEN[i, m, :, at : at + size] = segment.value_tokens.detach().T.to(dtype)
                     at += room
         self.bounds = torch.tensor([0, *padded]).cumsum(0).to(device=device, dtype=torch.int32)
-        taus = [[s.tau for s in members[0].segments] for members in layers]
+        self.taus = [[s.tau for s in members[0].segments] for members in layers]
         # each layer's at a multiple of 16 bytes: else the kernels would be compiled twice
-        self.tau_LS = F.pad(torch.tensor(taus, dtype=torch.float32, device=device), (0, -len(sizes) % 4))
+        self.tau_LS = F.pad(torch.tensor(self.taus, dtype=torch.float32, device=device), (0, -len(sizes) % 4))
         self.block = min(n & -n for n in padded)  # a power of two that divides all of them
 
 
@@ -147,11 +146,11 @@ class FusedModel:
 
 def _weights(tokens: FusedTokens, at: int, x_TD: Tensor) -> Tensor:
     """(M, T, N): what each row of data gives to the values of layer `at`."""
-    from tokenformer.ops.kernels import decode
+    import tokenformer.ops.kernels.pattention  # noqa: F401  (makes the operator)
 
-    score_TN = x_TD @ tokens.key_LND[at].T
-    decode.activate(score_TN, tokens.tau_LS[at], tokens.bounds, tokens.members)
-    return score_TN.unflatten(1, (tokens.members, -1)).transpose(0, 1)
+    layout = tokens.sizes * tokens.members, [len(tokens.sizes)] * tokens.members, tokens.taus[at] * tokens.members
+    weight_TN, _ = torch.ops.tokenformer.theta(x_TD @ tokens.key_LND[at].T, *layout, "l2_norm_gelu")
+    return weight_TN.unflatten(1, (tokens.members, -1)).transpose(0, 1)
 
 
 class OneStep:
@@ -199,7 +198,7 @@ class Attend:
     def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
         self.model, self.tuning, units = model, tuning, batch * model.config.heads
         self.split = 1 << (-(-tuning.slot_programs // units) - 1).bit_length()
-        width = 1 << (model.config.head_dim - 1).bit_length()
+        width = max(16, 1 << (model.config.head_dim - 1).bit_length())
         self.part = torch.empty(units * self.split * (width + 2), device=model.device)
         self.counter = torch.zeros(units, dtype=torch.int32, device=model.device)
         if batch == 1:
@@ -231,7 +230,7 @@ class FewStep:
         self.bb = max(16, 1 << (batch - 1).bit_length())
         self.g = torch.empty(batch * most, dtype=model.dtype, device=device)
         self.raw = torch.empty(most * self.bb, device=device)
-        tiles = max(t.members * t.n // self.rows(t) for t in groups)
+        tiles = max(t.members * t.n // tuning.score_rows for t in groups)
         self.stat = torch.empty(tiles * self.bb, device=device)
         # apart by 16 bytes: else the kernels would be compiled twice
         self.arrived = torch.zeros(c.layers, 3, 4, dtype=torch.int32, device=device)
@@ -242,9 +241,6 @@ class FewStep:
         self.attend = Attend(model, batch, tuning)
         # programs that wait for each other must all be on the device: one a multiprocessor always is
         self.together = 0 if tuning.apart else torch.cuda.get_device_properties(device).multi_processor_count
-
-    def rows(self, tokens: FusedTokens) -> int:
-        return self.tuning.proj_rows if tokens.members * tokens.n <= 2048 else self.tuning.score_rows
 
     def split(self, tokens: FusedTokens) -> int:
         """Programs that share the tokens of one tile of outputs: about enough to fill the device, whole blocks each."""
@@ -274,12 +270,13 @@ class FewStep:
         """One group of Pattentions of layer `at` of its run into `out`; with `copy` added to it."""
         from tokenformer.ops.kernels import decode
 
-        t, rows = self.tuning, self.rows(tokens)
+        t = self.tuning
         g_BN = self.g[: self.batch * tokens.members * tokens.n].view(self.batch, -1)
         how: dict[str, Any] = {"bb": self.bb, "warps": t.warps, "stages": t.stages, "pdl": t.pdl}
         decode.scores(
             x, tokens.key_LND[at], g_BN, self.raw, self.stat, arrived, tokens.tau_LS[at], tokens.bounds,
-            tokens.members, rows=rows, block=self.block, apart=len(tokens.key_LND[at]) // rows > self.together, **how,
+            tokens.members, rows=t.score_rows, block=self.block,
+            apart=len(tokens.key_LND[at]) // t.score_rows > self.together, **how,
         )  # fmt: skip
         decode.values(
             g_BN, tokens.value_LMEN[at], out, copy, self.part, self.counter, rows=t.value_rows,

@@ -162,23 +162,25 @@ def _angles(cos, sin, place, c, HALF: tl.constexpr):
 
 
 @jit
-def _see(k, v, seen, q, top, norm, acc):
-    """Some slots of the cache more; every lane has a softmax of its own."""
-    score = tl.where(seen, tl.sum(k.to(tl.float32) * q[None, :], 1), FAR)
-    higher = tl.maximum(top, score)
+def _see(q, k, v, seen, scale, top, norm, acc, PRECISION: tl.constexpr):
+    """Some slots of the cache more."""
+    score = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, FAR)
+    higher = tl.maximum(top, tl.max(score, 1))
     shrink = tl.exp(top - higher)
-    weight = tl.where(seen, tl.exp(score - higher), 0.0)
-    return higher, norm * shrink + weight, acc * shrink[:, None] + v.to(tl.float32) * weight[:, None]
+    weight = tl.where(seen[None, :], tl.exp(score - higher[:, None]), 0.0)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return higher, norm * shrink + tl.sum(weight, 1), acc
 
 
 @jit
 def _attention(
     qkv, keys, values, cos, sin, positions, out, part, counter, batch, slots, scale,
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, HALF: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of the new position of one row: q and k turned, k and v put into the cache, attention over a part of
-    it; the last of SPLIT programs adds up. What the cache held before is read before the wait.
+    it; the last of SPLIT programs adds up. What the cache held before is read before the wait. The matrix units want
+    16 queries: they get 16 times the same.
     """
     unit = tl.program_id(1) * H + tl.program_id(0)
     split = tl.program_id(2)
@@ -201,25 +203,27 @@ def _attention(
     if PDL:
         gdc_wait()
     qkv += unit * C
-    q = _turned(qkv, c, cosine, sine, HALF, C).to(keys.dtype.element_ty).to(tl.float32) * scale
+    q = _turned(qkv, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
     k = _turned(qkv + batch * H * C, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
     v = tl.load(qkv + 2 * batch * H * C + c, mask=inside, other=0.0).to(values.dtype.element_ty)
-    top = tl.full((BS,), FAR, tl.float32)
-    norm = tl.zeros((BS,), tl.float32)
-    acc = tl.zeros((BS, CP), tl.float32)
-    top, norm, acc = _see(first_k, first_v, low + lane < high, q, top, norm, acc)
+    own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 0) * scale
+    q = tl.broadcast_to(q[None, :], (16, CP))
+    top = tl.full((16,), FAR, tl.float32)
+    norm = tl.zeros((16,), tl.float32)
+    acc = tl.zeros((16, CP), tl.float32)
+    top, norm, acc = _see(q, first_k, first_v, low + lane < high, scale, top, norm, acc, PRECISION)
     for start in tl.range(low + BS, high, BS, num_stages=STAGES):
         seen = start + lane < high
         ok = seen[:, None] & inside[None, :]
         old_k = tl.load(keys + start * C + at, mask=ok, other=0.0)
         old_v = tl.load(values + start * C + at, mask=ok, other=0.0)
-        top, norm, acc = _see(old_k, old_v, seen, q, top, norm, acc)
-    score = tl.where(split == 0, tl.sum(q * k.to(tl.float32), 0), FAR)  # the new position: the first program's
-    most = tl.maximum(tl.max(top, 0), score)
-    share = tl.exp(top - most)
-    weight = tl.where(split == 0, tl.exp(score - most), 0.0)
-    total = tl.sum(norm * share, 0) + weight
-    sums = tl.sum(acc * share[:, None], 0) + v.to(tl.float32) * weight
+        top, norm, acc = _see(q, old_k, old_v, seen, scale, top, norm, acc, PRECISION)
+    own = tl.where(split == 0, own, FAR)  # the new position: the first program's
+    most = tl.maximum(tl.max(top, 0), own)
+    share = tl.exp(tl.max(top, 0) - most)
+    weight = tl.where(split == 0, tl.exp(own - most), 0.0)
+    total = tl.max(norm, 0) * share + weight
+    sums = tl.max(acc, 0) * share + v.to(tl.float32) * weight
     tl.store(keys + place * C + c, k, mask=inside & (split == 0))
     tl.store(values + place * C + c, v, mask=inside & (split == 0))
     if SPLIT == 1:
@@ -243,7 +247,7 @@ def _attention(
 
 @jit
 def _greedy(
-    logits, token, out, position, count, limit, done, stop_ids, vocab, width, room,
+    logits, token, out, position, last, limit, done, stop_ids, vocab, width, room,
     STOPS: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -256,33 +260,16 @@ def _greedy(
         best = tl.maximum(x, best)
     most = tl.max(best, 0)
     choice = tl.min(tl.where(best == most, index, vocab - 1), 0).to(tl.int64)
-    made = tl.load(count)
     over = tl.load(done + row) != 0
-    tl.store(position + row, tl.load(position + row) + tl.where(over, 0, 1))
+    here = tl.load(position + row)
+    made = here - tl.load(last + row)
+    tl.store(position + row, here + 1, mask=~over)
     tl.store(token + row, choice)
-    tl.store(out + row * room + made, choice)
+    tl.store(out + row * room + made, choice, mask=~over)
     over = over | (made + 1 >= tl.load(limit + row))
     for i in tl.static_range(STOPS):
         over = over | (choice == tl.load(stop_ids + i))
     tl.store(done + row, over.to(tl.int8))
-
-
-@jit
-def _activate(score, tau, bounds, count, N: tl.constexpr, BK: tl.constexpr, SEGMENTS: tl.constexpr):
-    """score becomes gelu(score · τ / ‖score‖), of one row and member, each segment by itself."""
-    at = score + tl.program_id(0).to(tl.int64) * count + tl.program_id(1) * N + tl.arange(0, BK)
-    cols = tl.arange(0, BK)
-    for s in tl.static_range(SEGMENTS):
-        first = tl.multiple_of(tl.load(bounds + s), 64)
-        last = tl.multiple_of(tl.load(bounds + s + 1), 64)
-        squares = tl.zeros((BK,), tl.float32)
-        for k in range(first, last, BK):
-            a = tl.load(at + k, mask=k + cols < last, other=0.0).to(tl.float32)
-            squares += a * a
-        scale = _scale(tl.sum(squares, 0), tl.load(tau + s))
-        for k in range(first, last, BK):
-            a = tl.load(at + k, mask=k + cols < last, other=0.0).to(tl.float32)
-            tl.store(at + k, _gelu(a * scale), mask=k + cols < last)
 
 
 @jit
@@ -349,38 +336,22 @@ def attend(
     batch, heads, slots, dim = k_BHSC.shape
     _attention[(heads, batch, split)](
         qkv_MBD, k_BHSC, v_BHSC, cos, sin, positions_B, out_BD, part, counter, batch, slots, dim**-0.5,
-        H=heads, C=dim, CP=power_above(dim), HALF=cos.shape[-1], BS=block, SPLIT=split, STAGES=stages,
-        PDL=pdl, num_warps=warps, **_launch(pdl),
+        H=heads, C=dim, CP=max(16, power_above(dim)), HALF=cos.shape[-1], BS=max(16, block), SPLIT=split,
+        STAGES=stages, PRECISION=_precision(k_BHSC), PDL=pdl, num_warps=warps, **_launch(pdl),
     )  # fmt: skip
 
 
 def greedy(
-    logits_BW: Tensor, vocab: int, token_B: Tensor, out_BK: Tensor, position_B: Tensor, count: Tensor, limit_B: Tensor,
-    done_B: Tensor, stop_ids: Tensor,
+    logits_BW: Tensor, vocab: int, token_B: Tensor, out_BK: Tensor, position_B: Tensor, last_B: Tensor,
+    limit_B: Tensor, done_B: Tensor, stop_ids: Tensor,
 ) -> None:  # fmt: skip
-    """The most likely token of each row becomes its next one and stands in column `count` of `out`; rows that are not
-    done move on, and are done with their last token or a stop token.
+    """The most likely token of each row becomes its next one. Rows that are not done put it into `out`, in the column
+    of their distance from the prompt's end (`last`), and move on; they are done with their last or a stop token.
     """
     _greedy[(len(logits_BW),)](
-        logits_BW, token_B, out_BK, position_B, count, limit_B, done_B, stop_ids, vocab, logits_BW.shape[1],
+        logits_BW, token_B, out_BK, position_B, last_B, limit_B, done_B, stop_ids, vocab, logits_BW.shape[1],
         out_BK.shape[1], STOPS=len(stop_ids), BW=min(16384, power_above(vocab)), num_warps=32,
     )  # fmt: skip
-
-
-def activate(score_TN: Tensor, tau: Tensor, bounds: Tensor, members: int) -> None:
-    """`score` (T, M·N) becomes gelu(score · τ / ‖score‖), each segment of each member by itself."""
-    rows, count = score_TN.shape
-    n = count // members
-    _activate[(rows, members)](
-        score_TN,
-        tau,
-        bounds,
-        count,
-        N=n,
-        BK=min(2048, power_above(n)),
-        SEGMENTS=len(bounds) - 1,
-        num_warps=4,
-    )
 
 
 def place(
