@@ -3,11 +3,10 @@
   python benchmarks/step.py [--cells lm/150m:kernels:16 official:checkpointed:16 …] [--profile] [--out FILE]
 
 A cell is who:how:samples[:context]. Who: one of our presets (`+4` behind it: in the four segments of the growth
-chain), `official` (the released code's formulation written again: every projection by itself, full logits) or
-`gpt-neox` (transformers' own of 160M). How: `kernels` and `reference` (compiled, ours; of a baseline the
-kernel is that of the loss), `eager`, `checkpointed` or
-`compiled` (rivals). Prints JSON lines and a table; MFU against 989 TFLOP/s, attention counted causally once and, beside
-it, the usual double count.
+chain), `official` (the released code's formulation, operation by operation) or `gpt-neox` (transformers' own of 160M).
+How: `kernels` and `reference` (compiled, ours; of a baseline the kernel is that of the loss), `eager`, `checkpointed`
+or `compiled` (rivals). Prints JSON lines and a table; MFU against 989 TFLOP/s, attention counted causally once and,
+beside it, the usual double count.
 """
 
 import argparse
@@ -19,17 +18,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from tokenformer.config import ModelConfig, load
 from tokenformer.models import LanguageModel
 from tokenformer.models.cost import cost
 from tokenformer.ops import pattention as ops
-from tokenformer.ops.rotary import angles, rotate
+from tokenformer.ops.rotary import angles
 
 PEAK = 989e12
 CELLS = [
@@ -52,47 +53,86 @@ CHAIN["ffn_tokens"] = [4 * n for n in CHAIN["qkv_tokens"]]
 
 
 class OfficialPattention(nn.Module):
+    """Operation by operation as released: scores by 1, by a mask of ones, by the norm, by √n, GELU."""
+
     def __init__(self, dim: int, tokens: int) -> None:
         super().__init__()
         self.keys, self.values = (nn.Parameter(torch.randn(tokens, dim) * 0.02) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = x @ self.keys.to(x.dtype).T
-        scores = scores / scores.norm(p=2, dim=-1, keepdim=True) * math.sqrt(scores.shape[-1])
+        scores = x @ self.keys.to(x.dtype).T * 1
+        scores *= torch.ones(x.shape[-2], len(self.keys), dtype=x.dtype, device=x.device)
+        scores = scores / torch.norm(scores, p=2, dim=-1, keepdim=True) * math.sqrt(scores.shape[-1])
         return F.gelu(scores) @ self.values.to(x.dtype)
 
 
 class OfficialBlock(nn.Module):
+    """Positions first, then samples: (T, B, D)."""
+
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.c, sizes = c, (c.qkv_tokens, c.qkv_tokens, c.qkv_tokens, c.proj_tokens, c.ffn_tokens)
         self.query, self.key, self.value, self.proj, self.ffn = (OfficialPattention(c.dim, int(n)) for n in sizes)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         seen = F.layer_norm(x, (self.c.dim,), eps=1e-5)
-        q, k, v = (
-            p(seen).unflatten(-1, (self.c.heads, -1)).transpose(1, 2) for p in (self.query, self.key, self.value)
-        )
-        out = F.scaled_dot_product_attention(rotate(q, *rotary), rotate(k, *rotary), v, is_causal=True)
-        x = x + self.proj(out.transpose(1, 2).flatten(2))
-        return x + self.ffn(F.layer_norm(x, (self.c.dim,), eps=1e-5))
+        q, k, v = (p(seen).unflatten(-1, (self.c.heads, -1)) for p in (self.query, self.key, self.value))
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (self.turned(q, cos, sin), self.turned(k, cos, sin), v))
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.proj(out.permute(2, 0, 1, 3).contiguous().flatten(2)) + x
+        bias = torch.zeros((), dtype=x.dtype, device=x.device).expand_as(x)  # which it adds
+        return x + (self.ffn(F.layer_norm(x, (self.c.dim,), eps=1e-5)) + bias)
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turns, stays = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        first, second = turns.chunk(2, dim=-1)
+        return torch.cat([turns * cos + torch.cat([-second, first], dim=-1) * sin, stays], dim=-1)
+
+
+class OfficialLoss(torch.autograd.Function):
+    """Its cross entropy of fp32 logits (T, W), a pass an operation, most of them in place, the softmax kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        rows = torch.arange(len(labels), device=labels.device)
+        logits.sub_(logits.max(dim=-1)[0][:, None])
+        own = logits[rows, labels]
+        total = logits.exp_().sum(dim=-1)
+        ctx.save_for_backward(logits.div_(total[:, None]), rows, labels)
+        return total.log() - own
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        softmax, rows, labels = ctx.saved_tensors
+        softmax[rows, labels] -= 1.0
+        return softmax.mul_(grads[0][:, None]), None
 
 
 class Official(nn.Module):
-    def __init__(self, c: ModelConfig, checkpointed: bool) -> None:
+    """The released code's formulation, written again; its kindnesses: AdamW of PyTorch, no synchronisation at each
+    layer, and under the compiler, which does not take the other, PyTorch's own cross entropy.
+    """
+
+    def __init__(self, c: ModelConfig, how: str) -> None:
         super().__init__()
-        self.c, self.checkpointed = c, checkpointed
+        self.c, self.how = c, how
         self.embedding, self.norm = nn.Embedding(c.vocab, c.dim), nn.LayerNorm(c.dim)
         self.blocks = nn.ModuleList(OfficialBlock(c) for _ in range(c.layers))
-        self.rotary = angles(torch.arange(c.context), c.rotary_dims, c.rotary_base)  # made once, as it does
+        both = angles(torch.arange(c.context), c.rotary_dims, c.rotary_base)  # made once, as it does
+        self.rotary = [torch.cat([t, t], dim=-1)[:, None, None].bfloat16() for t in both]
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids).bfloat16()
+        x = self.embedding(ids).bfloat16().transpose(0, 1).contiguous()
         for block in self.blocks:
-            x = checkpoint(block, x, self.rotary, use_reentrant=False) if self.checkpointed else block(x, self.rotary)
+            args = block, x, *self.rotary
+            x = checkpoint(*args, use_reentrant=False) if self.how == "checkpointed" else block(*args[1:])
+        x = x.transpose(0, 1).contiguous()
         x = F.layer_norm(x, (self.c.dim,), self.norm.weight.bfloat16(), self.norm.bias.bfloat16())
-        logits = x @ self.embedding.weight.bfloat16().T
-        return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+        logits, labels = (x @ self.embedding.weight.bfloat16().T).float().flatten(0, 1), ids.flatten()
+        if self.how == "compiled":
+            return F.cross_entropy(logits, labels)
+        return OfficialLoss.apply(logits, labels).mean()
 
 
 class Ours(nn.Module):
@@ -134,7 +174,7 @@ def build(who: str, how: str, context: int | None) -> tuple[nn.Module, ModelConf
     c = ModelConfig(**{**{f: getattr(c, f) for f in c.__dataclass_fields__}, **keys, **(CHAIN if cut else {})})
     if who == "official":
         with torch.device("cuda"):
-            model = Official(c, checkpointed=how == "checkpointed")
+            model = Official(c, how)
     elif who == "gpt-neox":
         with torch.device("cuda"):
             model = NeoX(c)

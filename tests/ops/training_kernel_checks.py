@@ -156,22 +156,25 @@ def check_loss(dtype: torch.dtype, vocab: int, rows: int, device: str) -> tuple[
     return max(far(found, truth), far([only], truth[:1])), far(run("reference", dtype), truth)
 
 
-def check_model(theta: str, device: str, compiler: str) -> tuple[float, float]:
-    """A whole model of several segments, its loss and all gradients."""
+def check_model(theta: str, device: str, compiler: str, shifted: bool = False) -> tuple[float, float]:
+    """A whole model of several segments, its loss and all gradients; `shifted`: each sample at positions of its own."""
     results = []
     for choice, dtype in (("reference", torch.float64), ("triton", torch.float32), ("reference", torch.float32)):
         ops.CHOICE = choice
         tokens = {"qkv_tokens": [16, 24], "proj_tokens": 20, "ffn_tokens": [70, 64]}
         shape = {"layers": 2, "dim": 32, "heads": 4, "vocab": 128, "context": 16, "theta": theta}
+        shape |= {"rotary_fraction": 0.75}  # three angles: no power of two
         model = LanguageModel(ModelConfig(**tokens, **shape), seed=1).to(device, dtype)
         if compiler != "none":
             for block in model.blocks:
                 block.compile(backend=compiler, dynamic=False, fullgraph=True)
         ids = torch.arange(18, device=device).reshape(2, 9) * 7 % 128
         with Seen() as seen:
-            loss = model(ids, labels=ids).loss_sum
+            places = torch.arange(9, device=device) + torch.tensor([[0], [5]], device=device) if shifted else None
+            loss = model(ids, labels=ids, positions=places).loss_sum
             loss.backward()
         assert ("tokenformer::theta" in seen.names) == (choice == "triton")
+        assert ("tokenformer::turn_" in seen.names) == (choice == "triton" and theta == "l2_norm_gelu")
         results.append([loss, *(p.grad for p in model.parameters())])
     ops.CHOICE = "auto"
     return far(results[1], results[0]), far(results[2], results[0])
@@ -194,6 +197,7 @@ def main(device: str) -> dict:
     for theta in THETAS:
         found["model"][theta] = check_model(theta, device, "none")
     found["model"]["compiled"] = check_model("l2_norm_gelu", device, "inductor" if gpu else "aot_eager")
+    found["model"]["shifted"] = check_model("l2_norm_gelu", device, "none", shifted=True)
     found["second"] = check_second_derivative(device)
     return found
 

@@ -141,11 +141,12 @@ class Attention(nn.Module):
         return self.proj(self.attend(self.qkv(x_BTD), *context))
 
     def attend(
-        self, qkv: Sequence[Tensor], rotary: tuple[Tensor, Tensor], documents: Tensor | None = None, cache=None
+        self, qkv: Sequence[Tensor], rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None, cache=None
     ) -> Tensor:
-        """q, k and v (B, T, D) → what each position sees (B, T, D)."""
+        """q, k and v (B, T, D) → what each position sees (B, T, D). `rotary` is None where they are turned already."""
         q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in qkv)  # (B, T, H, C): so it stays in memory
-        q, k = rotate(q, *rotary, heads=2), rotate(k, *rotary, heads=2)
+        if rotary is not None:
+            q, k = rotate(q, *rotary, heads=2), rotate(k, *rotary, heads=2)
         q, k, v, mask = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None
         if cache is not None:
             mask = cache.mask
@@ -192,7 +193,7 @@ class Block(nn.Module):
         plain = type(self.ffn) is Pattention and self.ffn.theta == "l2_norm_gelu"
         return plain and x.requires_grad and backend(x) == "triton"
 
-    def stream(self, x: Tensor, *context) -> Tensor:
+    def stream(self, x: Tensor, rotary: tuple[Tensor, Tensor], *context) -> Tensor:
         """Without norms and sums: l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels
 
         is taken out ignore its mean, so nothing of LayerNorm is left; a product adds to the stream what it makes.
@@ -200,6 +201,7 @@ class Block(nn.Module):
         a, theta = self.attention, "l2_norm_gelu"
         layers = cast(Sequence[Pattention], (a.query, a.key, a.value, a.proj, self.ffn))
         query, key, value, proj, ffn = (layer.parts(None) for layer in layers)
-        *qkv, x = fused(x, [query, key, value], theta, centred=True, onto="fork")
-        (x,) = fused(a.attend(qkv, *context), [proj], theta, onto="residual", residual=x)
+        turn = *(t.flatten(0, -2) for t in rotary), a.head_dim
+        *qkv, x = fused(x, [query, key, value], theta, centred=True, onto="fork", turn=turn)
+        (x,) = fused(a.attend(qkv, None, *context), [proj], theta, onto="residual", residual=x)
         return fused(x, [ffn], theta, centred=True, onto="input")[0]

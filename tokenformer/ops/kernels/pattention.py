@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenformer.ops.kernels import rotary  # noqa: F401  (makes the operator turn_)
+
 TILE = 64  # columns that a segment is padded to
 jit: Any = triton.jit  # what it makes is beyond a type checker
 
@@ -269,44 +271,76 @@ def _(grads, scores, totals, sizes, members, taus, kind):
     return torch.empty_like(scores), torch.empty_like(scores)
 
 
+torch.library.define("tokenformer::add_product_", "(Tensor(a!) base, Tensor a, Tensor b) -> ()")
+torch.library.register_fake("tokenformer::add_product_", lambda base, a, b: None)
+
+
+@torch.library.impl("tokenformer::add_product_", ("cuda", "cpu"))
+def add_product_(base: Tensor, a: Tensor, b: Tensor) -> None:
+    """For the compiler, which would have `addmm` copy its first argument also where nobody needs it any more."""
+    base.addmm_(a, b)
+
+
 class Fused(torch.autograd.Function):
     """x (T, D), keys (W, D), values (columns of a member, E) → an output a member.
 
     `onto` says what the outputs are added to, and the gradient of x with it, both inside a product: "nothing", "input"
-    (x itself), "residual", or "fork": then x is handed on as the last output.
+    (x itself), "residual", or "fork": then x is handed on as the last output. With `cos` and `sin` the first
+    two outputs, of heads of `head_dim`, are turned by their rows' positions.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, keys: Tensor, layout: tuple, onto: str, *values: Tensor):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        head_dim: int,
+        layout: tuple,
+        onto: str,
+        keys: Tensor,
+        *values: Tensor,
+    ):
         sizes, members, _, _ = layout
         scores = x @ keys.T
         weights, totals = torch.ops.tokenformer.theta(scores, *layout)
-        ctx.save_for_backward(x, keys, scores, totals, *values)
-        ctx.layout, ctx.onto = layout, onto
+        ctx.save_for_backward(x, cos, sin, keys, scores, totals, *values)
+        ctx.layout, ctx.onto, ctx.head_dim = layout, onto, head_dim
         ctx.set_materialize_grads(False)
         base = x if onto == "input" else residual
         parts = zip(columns(sizes, members), values, strict=True)
         outputs = [
             weights[:, place] @ v if base is None else torch.addmm(base, weights[:, place], v) for place, v in parts
         ]
+        for out in outputs[:2] if head_dim else ():
+            torch.ops.tokenformer.turn_(out, cos, sin, head_dim, False)
         return *outputs, *([x.view_as(x)] if onto == "fork" else [])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError("the kernels have no second derivative: set TOKENFORMER_PATTENTION=reference")
-        x, keys, scores, totals, *values = ctx.saved_tensors
+        x, cos, sin, keys, scores, totals, *values = ctx.saved_tensors
         sizes, members, _, _ = ctx.layout
         own = [
             x.new_zeros(len(x), v.shape[1]) if g is None else g.contiguous()
             for g, v in zip(grads, values, strict=False)
         ]
+        for i in range(2) if ctx.head_dim else ():
+            own[i] = own[i].clone()  # which the compiler leaves out
+            torch.ops.tokenformer.turn_(own[i], cos, sin, ctx.head_dim, True)
         thetas = [g @ v.T for g, v in zip(own, values, strict=True)]  # gradients of Θ
         weights, slopes = torch.ops.tokenformer.theta_backward(thetas, scores, totals, *ctx.layout)
         base = grads[-1] if ctx.onto in ("input", "fork") else None
-        dx = slopes @ keys if base is None else torch.addmm(base, slopes, keys)
+        if base is None:
+            dx = slopes @ keys
+        else:
+            dx = base.clone()
+            torch.ops.tokenformer.add_product_(dx, slopes, keys)
         dvalues = [weights[:, place].T @ g for place, g in zip(columns(sizes, members), own, strict=True)]
-        return dx, own[0] if ctx.onto == "residual" else None, slopes.T @ x, None, None, *dvalues
+        onward = own[0] if ctx.onto == "residual" else None
+        return dx, onward, None, None, None, None, None, slopes.T @ x, *dvalues
 
 
 def fused(
@@ -317,15 +351,19 @@ def fused(
     centred: bool = False,
     onto: str = "nothing",
     residual: Tensor | None = None,
+    turn: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
 ) -> list[Tensor]:
-    """`pattention_group`; `centred` takes the mean out of each key. `onto` and `residual`: see Fused."""
+    """`pattention_group`; `centred` takes the mean out of each key. `onto`, `residual` and `turn` (cos, sin,
+
+    head_dim): see Fused.
+    """
     flat, shape = x.flatten(0, -2), x.shape[:-1]
     keys = [_without_mean(key) if centred else key for segments in members for key, _, _ in segments]
     sizes = tuple(len(key) for key in keys)
     layout = (sizes, tuple(map(len, members)), tuple(tau for m in members for *_, tau in m), theta)
     values = [_stack([value for _, value, _ in segments], x.dtype) for segments in members]
     base = None if residual is None else residual.flatten(0, -2)
-    outputs = Fused.apply(flat, base, _stack(keys, x.dtype), layout, onto, *values)
+    outputs = Fused.apply(flat, base, *turn, layout, onto, _stack(keys, x.dtype), *values)
     return [out.unflatten(0, shape) for out in outputs]
 
 
