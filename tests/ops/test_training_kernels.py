@@ -29,8 +29,8 @@ def checks(device: str, **environment: str) -> dict:
 
 def too_far(found: dict) -> dict:
     """Whatever is further from the truth than the reference in the same type, by more than a half."""
-    pairs = {name: pair for room in ("pattention", "loss", "model") for name, pair in found[room].items()}
-    alone = {name: (error, 1e-6) for room in ("stream", "zeros") for name, error in found[room].items()}
+    pairs = {f"{room} {name}": pair for room in ("pattention", "loss", "model") for name, pair in found[room].items()}
+    alone = {f"{room} {name}": (error, 1e-6) for room in ("stream", "zeros") for name, error in found[room].items()}
     return {name: pair for name, pair in (pairs | alone).items() if not pair[0] < 1.5 * pair[1] + 1e-6}
 
 

@@ -1,0 +1,118 @@
+"""What a training step cannot beat on this GPU: its matrix products (cuBLAS) and its attention (cuDNN) alone.
+
+  python benchmarks/bound.py [--model lm/150m] [--samples 16] [--seconds 4]
+
+A product that reaches 79 % of the peak in a burst reaches less through seconds, where the power limit lowers the clock:
+so each part is timed in a burst and sustained. Random bf16 numbers. Prints JSON lines; MFU as in step.py, for a step
+that would consist of that part alone.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tokenformer.config import ModelConfig, load
+from tokenformer.models.cost import cost
+from tokenformer.ops.cross_entropy import ROWS
+
+PEAK = 989e12
+
+
+def shapes(c: ModelConfig, rows: int) -> Iterator[tuple[str, int, int, int]]:
+    """Layout and m, n, k of every product of a step: nt and tn have an operand the other way round."""
+    for layer in range(c.layers):
+        for which, members in (("qkv", 3), ("proj", 1), ("ffn", 1)):
+            tokens = sum(-(-n // 64) * 64 for n, _ in c.segments(which, layer))
+            for layout, m, n, k, count in (
+                ("nt", rows, members * tokens, c.dim, 1),  # scores
+                ("nn", rows, c.dim, tokens, members),  # outputs
+                ("nt", rows, tokens, c.dim, members),  # gradients: of Θ,
+                ("nn", rows, c.dim, members * tokens, 1),  # of the input,
+                ("tn", members * tokens, c.dim, rows, 1),  # of the keys,
+                ("tn", tokens, c.dim, rows, members),  # of the values
+            ):
+                yield from [(layout, m, n, k)] * count
+    for first in range(0, rows, ROWS):
+        chunk = min(ROWS, rows - first)
+        yield from [("nt", chunk, c.vocab, c.dim), ("nn", chunk, c.dim, c.vocab), ("tn", c.vocab, c.dim, chunk)]
+
+
+def products(c: ModelConfig, rows: int) -> Callable[[], None]:
+    every, held = list(shapes(c, rows)), {}
+
+    def matrix(which: int, m: int, n: int) -> Tensor:
+        return held.setdefault((which, m, n), torch.randn(m, n, device="cuda", dtype=torch.bfloat16))
+
+    def work() -> None:
+        for layout, m, n, k in every:
+            a = matrix(0, k, m).T if layout == "tn" else matrix(0, m, k)
+            b = matrix(1, n, k).T if layout == "nt" else matrix(1, k, n)
+            torch.mm(a, b, out=matrix(2, m, n))
+
+    return work
+
+
+def attention(c: ModelConfig, samples: int) -> Callable[[], None]:
+    shape = samples, c.context, c.heads, c.head_dim
+    q, k, v, up = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+
+    def work() -> None:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            for _ in range(c.layers):
+                torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), up)
+
+    return work
+
+
+def timed(work: Callable[[], None], seconds: float) -> float:
+    """Seconds of one of them, over at least so many."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    count, begun = 0, time.perf_counter()
+    start.record()
+    while count == 0 or time.perf_counter() - begun < seconds:
+        work()
+        count += 1
+        if count % 4 == 0:
+            torch.cuda.synchronize()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1000 / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="lm/150m", help="a preset")
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    args = parser.parse_args()
+    c = load(args.model).model
+    tokens = args.samples * c.context
+    flops = tokens * (3 * cost(c).parameter_flops + 6 * c.layers * c.dim * c.context)
+    mm, sdpa = products(c, tokens), attention(c, args.samples)
+    for name, parts in {"products": [mm], "attention": [sdpa], "products and attention": [mm, sdpa]}.items():
+
+        def work(parts: list[Callable[[], None]] = parts) -> None:
+            for part in parts:
+                part()
+
+        work()
+        torch.cuda.synchronize()
+        time.sleep(1)  # a burst begins cool
+        burst = timed(work, 0.0)
+        timed(work, args.seconds / 2)
+        sustained = timed(work, args.seconds / 2)
+        line = {"name": "bound of a step", "model": args.model, "part": name, "samples": args.samples}
+        line |= {"burst_ms": round(burst * 1000, 2), "value": round(sustained * 1000, 2), "unit": "ms sustained"}
+        line |= {"mfu": round(flops / sustained / PEAK, 4), "tokens_per_second": round(tokens / sustained)}
+        print(json.dumps(line | {"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
