@@ -217,9 +217,10 @@ def presets() -> list[str]:
 
 
 def find(name: str | Path) -> Path:
-    """A file by its path, or a preset by its name (`lm/150m`)."""
-    if Path(name).is_file():
-        return Path(name)
+    """A file by its path, that of a run by the run's folder, or a preset by its name (`lm/150m`)."""
+    for path in (Path(name), Path(name) / "config.yml"):
+        if path.is_file():
+            return path
     if str(name) in presets():
         return preset_folder() / f"{name}.yml"
     close = difflib.get_close_matches(str(name), presets(), n=1)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tokenformer.cli.main import main
 from tokenformer.config import load
+from tokenformer.errors import UserError
 from tokenformer.models import LanguageModel
 from tokenformer.parallel.mesh import Degrees
 from tokenformer.parallel.plan import choose, estimate
@@ -53,6 +54,13 @@ def test_a_recommendation_fits_and_none_that_fits_is_faster():
     assert {e.degrees.pipeline for e in every} == {1, 2, 4, 8, 16, 32}
     assert len({dataclasses.astuple(e.degrees) for e in every}) == len(every) > 10
     assert all(e.degrees.world == 64 for e in every)
+
+
+def test_degrees_that_are_decided_leave_only_layouts_that_have_them():
+    every, best = choose(config(), 64, 80e9, fixed={"shard": 8, "pipeline": -1, "replicate": None})
+    assert best is not None and {e.degrees.shard for e in every} == {8} and len({e.degrees.pipeline for e in every}) > 1
+    with pytest.raises(UserError, match=r"no layout of 64 GPUs has parallel.shard=3 and divides .*: change one"):
+        choose(config(), 64, 80e9, fixed={"shard": 3})
 
 
 def test_thousands_of_gpus_are_planned_in_seconds():

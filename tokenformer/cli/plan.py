@@ -3,12 +3,12 @@
 example: tokenformer plan lm/1.5b batch=512 --gpus 64 --memory 80GB
 
 For each layout: estimated peak memory of the fullest GPU, bytes that it sends and receives in a step, and the time of a
-step on GPUs of 400 TFLOP/s with 300 GB/s inside a node and 40 between nodes: rough, to compare layouts.
+step on GPUs of 400 TFLOP/s with 300 GB/s inside a node and 40 between nodes: rough, to compare layouts. Degrees among
+the settings (parallel.shard=8) leave only the layouts that have them.
 """
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from tokenformer.config_train import DEGREES
     from tokenformer.errors import UserError
     from tokenformer.growth.schedule import chain
     from tokenformer.hub.official_config import load_config
@@ -30,14 +31,15 @@ def run(args: argparse.Namespace) -> int:
     for name in ("gpus", "gpus_per_node"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number above 0")
-    inside = Path(args.config) / "config.yml"  # of a run
-    config = load_config(inside if inside.is_file() else args.config, overrides=args.settings, training=True)
+    config = load_config(args.config, overrides=args.settings, training=True)
     config = settle(config, args.gpus if config.batch is None else 1)  # official files count a batch by GPUs
     grown = chain(config.model, config.growth)[-1]
     if config.growth:
         print(f"planned for the model after its {len(config.growth)} growths")
     config = dataclasses.replace(config, model=grown, growth=[])
-    every, best = choose(config, args.gpus, gigabytes(args.memory) * 1e9, args.gpus_per_node)
+    asked = {s.partition("=")[0].removeprefix("parallel.") for s in args.settings if s.startswith("parallel.")}
+    fixed = {name: getattr(config.parallel, name) for name in DEGREES if name in asked}
+    every, best = choose(config, args.gpus, gigabytes(args.memory) * 1e9, args.gpus_per_node, fixed)
     print(f"{args.config}: {args.gpus} GPUs of {args.memory}, batch {config.batch}")
     names = f"{'pipeline':>8} {'replicate':>9} {'shard':>6} {'token':>6} {'micro':>6}"
     print(f"{names} {'memory':>9} {'sent':>11} {'step':>9}")

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     source = Path(args.config)
     inside = (source / "config.yml").is_file()  # a run
-    files = [source / "config.yml" if inside else args.config, *(s for s in args.settings if "=" not in s)]
+    files = [args.config, *(s for s in args.settings if "=" not in s)]
     config = load_config(*files, overrides=[s for s in args.settings if "=" in s], training=True)
     nodes, gpus = launch_of(*files)
     nodes = nodes if args.nodes is None else args.nodes

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     inside = (source / "config.yml").is_file()  # a run
     if args.resume and not args.out and not inside and not source.is_file() and args.config not in presets():
         raise UserError(f"there is no run at {source} to go on with: give its folder, or a config and --out")
-    names = [source / "config.yml" if inside else args.config, *(s for s in args.settings if "=" not in s)]
+    names = [args.config, *(s for s in args.settings if "=" not in s)]
     config = load_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
     default = source if inside else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
     out = Path(args.out) if args.out else default

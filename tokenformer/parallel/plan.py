@@ -8,7 +8,7 @@ on one rank; a message between two stages counts on both.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -316,10 +316,20 @@ def layouts(planner: Planner, gpus: int, per_node: int = 8) -> Iterator[Degrees]
                 yield d
 
 
-def choose(config: Config, gpus: int, room: float, per_node: int = 8) -> tuple[list[Estimate], Estimate | None]:
-    """All estimates, the fastest first, and the first that fits with a tenth of the memory to spare."""
+def choose(
+    config: Config, gpus: int, room: float, per_node: int = 8, fixed: Mapping[str, int | None] | None = None
+) -> tuple[list[Estimate], Estimate | None]:
+    """All estimates, the fastest first, and the first that fits with a tenth of the memory to spare.
+
+    `fixed`: degrees by name that are decided already; -1 and None leave one open.
+    """
     planner = Planner(config)
-    every = [planner.estimate(d, per_node) for d in layouts(planner, gpus, per_node)]
+    wanted = {name: n for name, n in (fixed or {}).items() if n not in (None, -1)}
+    found = layouts(planner, gpus, per_node)
+    every = [planner.estimate(d, per_node) for d in found if all(getattr(d, name) == n for name, n in wanted.items())]
+    if not every and wanted:
+        named = " and ".join(f"parallel.{name}={n}" for name, n in wanted.items())
+        raise UserError(f"no layout of {gpus} GPUs has {named} and divides the batch of {config.batch}: change one")
     if not every:
         raise UserError(f"no layout of {gpus} GPUs divides the batch of {config.batch}: give another batch")
     every.sort(key=lambda e: (e.seconds, e.degrees.token, e.total))
