@@ -64,6 +64,7 @@ def _receive(pipe: BinaryIO) -> bytes | None:
 def serve() -> None:
     """The worker: first the tokenizer, then pieces, until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a parent that is gone needs no words
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     setup = json.loads(_receive(source) or b"null")
     if setup is None:
