@@ -86,6 +86,7 @@ def test_a_place_where_a_file_cannot_go_is_known_before_and_nothing_stays_behind
     "command",
     [
         ["eval", "no/model/here", "--text", "text", "--out"],
+        ["generate", "no/model/here", "--prompt", "a", "--output-file"],
         ["plot", "no/run/here", "--out"],
         ["tokenizer", "train", "no text here", "--vocab", "300", "--out"],
         ["slurm", "lm/150m", "data.path=set", "batch=8", "--nodes", "1", "--gpus-per-node", "1", "--out"],
