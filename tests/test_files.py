@@ -5,8 +5,9 @@ import os
 
 import pytest
 
+from tokenformer.cli.main import main
 from tokenformer.errors import UserError
-from tokenformer.files import MANIFEST, atomic_file, atomic_folder, check_manifest, write_text
+from tokenformer.files import MANIFEST, atomic_file, atomic_folder, check_manifest, check_writable, write_text
 
 
 def test_a_file_keeps_its_old_content_when_writing_fails(tmp_path):
@@ -61,3 +62,42 @@ def test_a_harmed_folder_is_refused(tmp_path, harm):
     }[harm]()
     with pytest.raises(UserError):
         check_manifest(tmp_path / "out")
+
+
+def test_a_place_where_a_file_cannot_go_is_known_before_and_nothing_stays_behind(tmp_path):
+    (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    for good in ("file", "new", "a/b/new"):
+        check_writable(tmp_path / good)
+    for bad, why in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "pipe", "is no plain file"),
+        (tmp_path / "file" / "new", "cannot be written"),
+        (tmp_path / ("x" * 300), "cannot be written"),
+        ("/proc/nope/x", "cannot be written"),
+    ):
+        with pytest.raises(UserError, match=why):
+            check_writable(bad)
+    assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "no/model/here", "--text", "text", "--out"],
+        ["generate", "no/model/here", "--prompt", "a", "--output-file"],
+        ["plot", "no/run/here", "--out"],
+        ["tokenizer", "train", "no text here", "--vocab", "300", "--out"],
+        ["slurm", "lm/150m", "data.path=set", "batch=8", "--nodes", "1", "--gpus-per-node", "1", "--out"],
+    ],
+)
+@pytest.mark.parametrize("out", ["folder.html", "/proc/nope/x.html"])
+def test_commands_look_where_they_will_write_before_anything_else(tmp_path, monkeypatch, capsys, command, out):
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder.html", "folder.html.sbatch"):  # a job's script stands beside its run
+        (tmp_path / name / "full").mkdir(parents=True)
+    (tmp_path / "text").write_text("a text")
+    assert main([*command, out]) == 2
+    error = capsys.readouterr().err
+    assert out in error and error.count("\n") == 1

@@ -67,6 +67,19 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
             os.unlink(beside)
 
 
+def check_writable(path: str | Path) -> None:
+    """Refuse, before the work for it, a file that `atomic_file` could not write. Nothing stays behind."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is {'a folder' if path.is_dir() else 'no plain file'}: give the name of a file")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())  # the others will be made
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another place") from None
+
+
 def write_text(path: str | Path, text: str) -> None:
     with atomic_file(path) as beside:
         beside.write_text(text, encoding="utf-8")

@@ -1,12 +1,17 @@
 """The verb generate: prompts, files, conversation, and the official generation settings as they are."""
 
+import functools
 import json
+import os
+import signal
+import subprocess
 import sys
 from io import StringIO
 
 import pytest
 import torch
 
+from tokenformer.cli.generate import stoppable
 from tokenformer.cli.main import main
 from tokenformer.config import ModelConfig
 from tokenformer.data.tokenizer import ByteTokenizer
@@ -31,16 +36,20 @@ OFFICIAL = """\
 """
 
 
-@pytest.fixture(scope="module")
-def model() -> LanguageModel:
-    config = ModelConfig(layers=2, dim=32, heads=4, qkv_tokens=12, proj_tokens=8, ffn_tokens=24, vocab=384, context=160)
-    model = LanguageModel(config)
+def make(context: int = 160) -> LanguageModel:
+    shape = {"layers": 2, "dim": 32, "heads": 4, "qkv_tokens": 12, "proj_tokens": 8, "ffn_tokens": 24, "vocab": 384}
+    model = LanguageModel(ModelConfig(**shape, context=context))
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.5)
         letters = [i for i in range(384) if 97 < i <= 123]
         model.embedding.weight[[i for i in range(384) if i not in letters]] *= 0.1  # texts are letters, mostly
     return model
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return make()
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +181,10 @@ def test_a_conversation_remembers_until_it_is_told_not_to(model, folder, monkeyp
         (["--prompt", "a", "--top-p", "7"], "top_p is 7.0: give 0 to 1"),
         (["--prompt", "a", "--tokens", "0"], "maximum_tokens is 0"),
         (["--prompt", "a", "--tokenizer", "gpt-neox-20b"], "has 50,277 ids but the model"),
-        (["--prompt", "a" * 200], "prompt 0 has 200 tokens and the model's context is 160"),
+        (["--prompt", "a" * 200], "prompt 1 has 200 tokens and the model's context is 160"),
+        (["--prompt", "a", "--stop-token", "257"], "--stop-token 257 is no id: give 0 to 256"),
+        (["--prompt", "a", "--stop-token", "ab"], "--stop-token 'ab' is not one token"),
+        (["--interactive", "--logprobs"], "a conversation is shown as text"),
         (["--prompt", "a", "--dtype", "int8"], "dtype is 'int8'"),
         (["another-model", "--prompt", "a"], "one model too many"),
     ],
@@ -183,3 +195,198 @@ def test_mistakes_are_one_sentence_and_nothing_is_written(folder, tmp_path, monk
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", [["--top-p", "1.5"], ["--prompt", "a" * 200], ["--seed", str(1 << 63)]])
+def test_nothing_is_shown_before_everything_is_checked(folder, capsys, wrong):
+    prompt = [] if "--prompt" in wrong else ["--prompt", "x"]
+    assert main(["generate", str(folder / "ours"), *prompt, *wrong]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def process(*arguments: object, **keys) -> subprocess.Popen:
+    """As from a terminal: where the tests run in the background, Ctrl-C is ignored and would be so in the process."""
+    words = [sys.executable, "-m", "tokenformer", "generate", *arguments]
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=listen, **keys)
+
+
+def test_bytes_that_are_no_text_are_one_sentence(folder, tmp_path, capsys):
+    out, error = process(folder / "ours", "--prompt", b"a\xff").communicate(timeout=300)
+    assert out == b"" and error == b"tokenformer: prompt 1 is not UTF-8 text ('\\udcff' is no character): convert it\n"
+    (tmp_path / "in.jsonl").write_text('"a"\n"\\ud800"\n')
+    assert main(["generate", str(folder / "ours"), "--input-file", str(tmp_path / "in.jsonl")]) == 2
+    assert "in.jsonl, line 2 is not UTF-8 text" in capsys.readouterr().err
+    talk = process(folder / "ours", "--interactive", env={**os.environ, "PYTHONUTF8": "1"})
+    assert talk.communicate(b"a\xff\n", timeout=300)[1].endswith(b"is no character): convert it\n")
+    assert talk.returncode == 2
+
+
+def test_the_kind_of_input_says_what_is_shown_whatever_the_count(model, folder, tmp_path, capsys):
+    def shown(*arguments: str) -> str:
+        assert main(["generate", str(folder / "ours"), *arguments, "--tokens", "9"]) == 0
+        return capsys.readouterr().out
+
+    both = ["one" + greedy(model, "one", 9), "two" + greedy(model, "two", 9)]
+    assert shown("--prompt", "one") == both[0] + "\n"
+    assert shown("--prompt", "one", "--prompt", "two") == "\n".join(both) + "\n"
+    for prompts in (["one"], ["one", "two"]):
+        (tmp_path / "in.txt").write_text("\n".join(prompts))
+        records = [json.loads(line) for line in shown("--input-file", str(tmp_path / "in.txt")).splitlines()]
+        assert [list(r) for r in records] == [KEYS] * len(prompts)
+        assert [r["context"] + r["text"] for r in records] == both[: len(prompts)]
+    for count in (1, 2):
+        records = [json.loads(line) for line in shown("--num-samples", str(count)).splitlines()]
+        assert [r["text"] for r in records] == [greedy(model, "", 9)] * count
+
+
+@pytest.mark.parametrize("kind", [["--prompt", "one"], ["--num-samples", "2"]])
+def test_what_is_shown_is_the_same_with_a_terminal_beside_it(folder, capsys, kind):
+    """A progress bar on it must not swallow what goes into a pipe."""
+    arguments = [str(folder / "ours"), *kind, "--tokens", "9"]
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-m", "tokenformer", "generate", *arguments]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}, text=True)
+    os.close(theirs)
+    os.close(ours)
+    assert main(["generate", *arguments]) == 0
+    expected = capsys.readouterr().out
+    if "--prompt" in kind:
+        assert done.stdout == expected
+    else:
+        assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == [
+            json.loads(line)["text"] for line in expected.splitlines()
+        ]
+
+
+def test_log_probabilities_stand_in_the_json_lines(model, folder, capsys):
+    assert main(["generate", str(folder / "ours"), "--prompt", "one", "--tokens", "9", "--logprobs"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert list(record) == [*KEYS, "logprobs"]
+    ids = ByteTokenizer().encode("one" + record["text"])
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)[2:-1].gather(1, torch.tensor([ids[3:]]).T)[:, 0]
+    assert len(record["logprobs"]) == record["length"] == 9
+    assert torch.allclose(torch.tensor(record["logprobs"]), expected, atol=1e-4)
+
+
+def test_a_stop_token_ends_a_text_by_its_id_or_its_text(model, folder, monkeypatch, capsys):
+    text = greedy(model, "one", 9)
+    stop = next(letter for letter in text if letter != text[0])
+    cut = text[: text.index(stop)]
+    for word in (stop, str(ord(stop) + 1)):
+        for more in ([], ["--stop-token", "0"]):
+            arguments = ["--prompt", "one", "--tokens", "9", "--stop-token", word, *more]
+            assert main(["generate", str(folder / "ours"), *arguments]) == 0
+            assert capsys.readouterr().out == "one" + cut + "\n"
+    monkeypatch.setattr(sys, "stdin", StringIO("one\n"))
+    assert main(["generate", str(folder / "ours"), "--interactive", "--tokens", "9", "--stop-token", stop]) == 0
+    assert capsys.readouterr().out == cut + "\n"
+
+
+def test_a_full_context_says_so(folder, tmp_path, capsys):
+    message = "the model's context is full: no more than 10 new tokens fit behind this prompt"
+    assert main(["generate", str(folder / "ours"), "--prompt", "a" * 150, "--tokens", "1000"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == f"prompt 1: {message}\n" and shown.out.startswith("a" * 150)
+    (tmp_path / "in.txt").write_text("a" * 150 + "\n")
+    for tokens, said in (("10", None), ("11", message)):
+        assert (
+            main(["generate", str(folder / "ours"), "--input-file", str(tmp_path / "in.txt"), "--tokens", tokens]) == 0
+        )
+        record = json.loads(capsys.readouterr().out)
+        assert (record["length"], record["finished"], record["message"]) == (10, False, said)
+
+
+def test_a_prompt_of_a_file_is_called_by_its_line(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    long = "a" * 200
+    (tmp_path / "in.txt").write_text(f"first\n\n{long}\n")
+    (tmp_path / "in.jsonl").write_text(f'"a\u2028b"\n\n{json.dumps(long)}\n')
+    for name in ("in.txt", "in.jsonl"):
+        arguments = ["--input-file", name, "--batch", "1", "--output-file", "out"]
+        assert main(["generate", str(folder / "ours"), *arguments]) == 2
+        assert f"tokenformer: {name}, line 3 has 200 tokens" in capsys.readouterr().err
+    (tmp_path / "in.txt").write_text(f"one\nprompt###\n\n{long}###")
+    (tmp_path / "mark.yml").write_text("prompt_end: '###'\n")
+    assert main(["generate", str(folder / "ours"), "mark.yml", "--input-file", "in.txt"]) == 2
+    assert "tokenformer: in.txt, line 4 has 200 tokens" in capsys.readouterr().err
+
+
+def test_prompts_come_from_standard_input_too_and_a_byte_order_mark_is_none_of_them(model, folder, tmp_path, capsys):
+    text = "\ufefffirst\r\né\n".encode()
+    reader = process(folder / "ours", "--input-file", "-", "--tokens", "9")
+    out, error = reader.communicate(text, timeout=300)
+    assert (reader.returncode, error) == (0, b"")
+    records = [json.loads(line) for line in out.decode().splitlines()]
+    assert [r["context"] for r in records] == ["first", "é"]
+    assert [r["text"] for r in records] == [greedy(model, p, 9) for p in ("first", "é")]
+    (tmp_path / "in.txt").write_bytes(text)
+    (tmp_path / "in.jsonl").write_bytes('\ufeff"first"\n'.encode())
+    for name in ("in.txt", "in.jsonl"):
+        assert main(["generate", str(folder / "ours"), "--input-file", str(tmp_path / name), "--tokens", "9"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[0])["text"] == records[0]["text"]
+    _, error = process(folder / "ours", "--input-file", "-").communicate(b"\n", timeout=300)
+    assert error == b"tokenformer: standard input holds no prompt: write one a line\n"
+
+
+def test_a_key_that_generation_does_not_know_is_refused(folder, tmp_path, capsys):
+    (tmp_path / "settings.yml").write_text("top_q: 0.5\n")
+    assert main(["generate", str(folder / "ours"), str(tmp_path / "settings.yml"), "--prompt", "a"]) == 2
+    assert "'top_q' is not one that we know (did you mean 'top_p'?)" in capsys.readouterr().err
+    (tmp_path / "settings.yml").write_text("min_p: 7\n")  # ours, but settings all the same
+    assert main(["generate", str(folder / "ours"), str(tmp_path / "settings.yml"), "--prompt", "a"]) == 2
+    assert "min_p is 7.0: give 0 to 1" in capsys.readouterr().err
+
+
+def test_words_after_a_slash_are_commands_and_paths_are_text(model, folder, monkeypatch, capsys):
+    words = ["/help", "/set top_p", "/usr/bin", " /help", "// no", "/quit"]
+    monkeypatch.setattr(sys, "stdin", StringIO("\n".join(words) + "\n"))
+    assert main(["generate", str(folder / "ours"), "--interactive", "--tokens", "8", "--no-history"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.split("\n")[:-1] == [greedy(model, text, 8) for text in words[2:5]]
+    known = "is no command: /new forgets what was said, /quit leaves; a space before it makes it text"
+    assert shown.err.splitlines() == [f"/help {known}", f"/set {known}"]
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory):
+    """A model that goes on for very long."""
+    folder = tmp_path_factory.mktemp("endless") / "model"
+    save(make(context=200_000), folder, tokenizer_json=ByteTokenizer().to_json())
+    return folder
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_ctrl_c_stops_an_answer_and_leaves_between_two(endless, leave):
+    talk = process(endless, "--interactive", "--tokens", "100000")
+    assert talk.stdin and talk.stdout and talk.stderr
+    try:
+        for turn in ("abc", "def"):
+            talk.stdin.write(f"{turn}\n".encode())
+            talk.stdin.flush()
+            assert talk.stdout.read(20).isalpha()  # the answer is under way
+            talk.send_signal(signal.SIGINT)
+            assert talk.stderr.readline() == b"stopped; Ctrl-C again leaves\n"
+            assert len(talk.stdout.readline()) < 50_000  # what is left of it
+        if leave:
+            talk.send_signal(signal.SIGINT)
+        out, error = talk.communicate(None if leave else b"/quit\n", timeout=300)
+        assert (talk.returncode, out) == (130 if leave else 0, b"")
+        assert error == (b"tokenformer: interrupted\n" if leave else b"")
+    finally:
+        talk.kill()
+
+
+def test_a_second_ctrl_c_in_one_answer_interrupts():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), stoppable() as stopped:
+            assert not stopped()
+            signal.raise_signal(signal.SIGINT)
+            assert stopped()
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

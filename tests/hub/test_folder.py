@@ -76,6 +76,11 @@ def test_a_harmed_folder_is_refused(tmp_path, harm):
 def test_what_is_not_there_is_said(tmp_path):
     with pytest.raises(UserError, match="there is nothing at"):
         load(tmp_path / "no" / "where")
+    for path in ("../nope", "./nope", "nope/..", "-/nope"):  # not names of the hub
+        with pytest.raises(UserError, match="there is nothing at"):
+            load(path)
+    with pytest.raises(UserError, match="nor a name that the hub could have"):
+        load("some--one/model")
     with pytest.raises(UserError, match="holds no weights that we know"):
         load(tmp_path)
 

@@ -12,7 +12,7 @@ from tokenformer.errors import UserError
 from tokenformer.hub import load, save
 from tokenformer.hub.names import to_official
 from tokenformer.hub.official import refusal
-from tokenformer.hub.official_config import load_config
+from tokenformer.hub.official_config import load_config, read_generation
 from tokenformer.models import LanguageModel
 
 SHAPE = {"layers": 2, "dim": 32, "heads": 2, "qkv_tokens": 9, "proj_tokens": 16, "ffn_tokens": 25, "vocab": 64}
@@ -176,3 +176,13 @@ def test_harmed_weights_are_refused_by_the_command_line_with_nothing_written(gol
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenformer: ")]
     assert len(lines) == 1
     assert os.listdir(tmp_path) == ["in"]
+
+
+def test_generation_settings_are_read_from_every_official_file_and_a_typo_is_refused(shared, tmp_path):
+    files = sorted((shared / "golden" / "configs").glob("*.yml"))
+    assert len(files) > 5
+    for file in files:
+        assert read_generation(file).has_model == (file.name != "text_generation.yml")
+    (tmp_path / "typo.yml").write_text('{"text-gen-type": "unconditional", "maximum_token": 9}')
+    with pytest.raises(UserError, match=r"typo.yml: .*'maximum_token' .*did you mean 'maximum_tokens'"):
+        read_generation(files[0], tmp_path / "typo.yml")

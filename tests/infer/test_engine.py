@@ -80,10 +80,38 @@ def test_the_context_ends_a_row_and_a_prompt_that_fills_it_is_refused(tokenforme
     assert [len(r.ids) for r in rows] == [6, 30]
     assert not rows[0].finished
     assert rows[1].ids == reference(tokenformer_model, short, 30)
-    with pytest.raises(UserError, match="prompt 0 has 96 tokens and the model's context is 96"):
+    with pytest.raises(UserError, match=r"prompts\[0\] has 96 tokens and the model's context is 96"):
         Engine(tokenformer_model).generate([[1] * 96], 1)
-    with pytest.raises(UserError, match="prompt 1 has no tokens"):
+    with pytest.raises(UserError, match=r"prompts\[1\] has no tokens"):
         Engine(tokenformer_model).generate([[1], []], 1)
+
+
+def test_tensors_are_prompts_too_and_what_is_none_is_one_sentence(tokenformer_model):
+    engine = Engine(tokenformer_model, vocab=60)
+    rows = engine.generate([[1, 2, 3], [4, 5, 6]], 5)
+    for same in (torch.tensor([[1, 2, 3], [4, 5, 6]]), [torch.tensor([1, 2, 3], dtype=torch.int32), (4, 5, 6)]):
+        assert engine.generate(same, 5) == rows
+    for wrong, sentence in (
+        ([[1], [99999]], r"prompts\[1\] holds the id 99999: give ids from 0 to 59"),
+        ([[-3]], r"prompts\[0\] holds the id -3"),
+        ([1, 2, 3], r"prompts\[0\] is no row of ids"),
+        (torch.tensor([1, 2]), r"prompts\[0\] is no row of ids"),
+        ([torch.tensor([[1, 2]])], r"prompts\[0\] is no row of ids"),
+        ([torch.tensor([0.5])], r"prompts\[0\] is no row of ids"),
+        (["text"], r"prompts\[0\] is no row of ids"),
+        ([torch.tensor([], dtype=torch.long)], r"prompts\[0\] has no tokens"),
+        ([], "nothing to generate"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            engine.generate(wrong, 5)
+    for seeds, sentence in (([7], "1 seeds for 2 prompts"), ([7, 8, 9], "3 seeds for 2"), ([7, 1 << 63], "too large")):
+        with pytest.raises(UserError, match=sentence):
+            engine.generate([[1], [2]], 5, seeds=seeds)
+
+
+def test_asking_for_more_tokens_than_the_context_costs_no_memory(tokenformer_model):
+    (row,) = Engine(tokenformer_model).generate([[2, 3]], 10**12)
+    assert len(row.ids) == 94 and not row.finished
 
 
 def test_a_seed_gives_the_same_text_whoever_is_beside_it(tokenformer_model, prompts):

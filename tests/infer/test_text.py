@@ -4,7 +4,9 @@ import pytest
 from small_models import make
 
 from tokenformer.data.tokenizer import load_tokenizer
+from tokenformer.errors import UserError
 from tokenformer.infer import Engine, Sampling, write_texts
+from tokenformer.infer.session import Session
 from tokenformer.infer.text import Piecewise
 
 BYTES = load_tokenizer("byte")
@@ -73,3 +75,42 @@ def test_a_stop_string_is_found_across_pieces_and_never_shown():
     ]
     assert text.stopped
     assert text.text == "one ENx\ntwo"
+
+
+def test_all_prompts_are_checked_before_the_first_text(engine):
+    for prompts, seeds, sentence in (
+        (["a", "x" * 200], None, r"prompts\[1\] has 200 tokens"),
+        (["a", "b\udcff"], None, r"prompts\[1\] is not UTF-8 text"),
+        (["a", "b"], [1], "1 seeds for 2 prompts"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            write_texts(engine, BYTES, prompts, 5, seeds=seeds, batch=1)  # nobody asked for a text yet
+    with pytest.raises(UserError, match="second has 200 tokens"):
+        write_texts(engine, BYTES, ["a", "x" * 200], 5, names=["first", "second"])
+
+
+def test_a_text_says_whether_the_context_or_a_stop_token_ended_it(engine):
+    (short,) = write_texts(engine, BYTES, ["x" * 100], 20, HOW)
+    (whole,) = write_texts(engine, BYTES, ["x" * 100], 28, HOW)
+    (cut,) = write_texts(engine, BYTES, ["x" * 100], 1000, HOW)
+    assert [len(r.ids) for r in (short, whole, cut)] == [20, 28, 28]
+    assert [r.full for r in (short, whole, cut)] == [False, False, True]
+    (stopped,) = write_texts(engine, BYTES, ["x" * 100], 1000, HOW, stop_ids=[cut.ids[9]])
+    assert stopped.ids == cut.ids[: cut.ids.index(cut.ids[9])] and stopped.finished and not stopped.full
+
+
+def test_a_conversation_that_is_told_enough_keeps_what_was_said(engine):
+    heard: list[str] = []
+    session = Session(engine, BYTES, 60, HOW, seed=1)
+    result = session.say("Once upon", heard.append, enough=lambda: len("".join(heard)) >= 5)
+    (whole,) = write_texts(engine, BYTES, ["Once upon"], 60, HOW, seeds=[1])
+    assert result.text == "".join(heard) and 0 < len(result.ids) < len(whole.ids)
+    assert whole.ids[: len(result.ids)] == result.ids and not result.finished and not result.full
+    assert session.history == "Once upon" + result.text
+
+
+def test_a_conversation_keeps_half_the_context_however_much_is_asked_for(engine):
+    session = Session(engine, BYTES, 1000, HOW, seed=1)
+    long = "".join(map(chr, range(40, 120)))
+    (whole,) = write_texts(engine, BYTES, [long[-64:]], 64, HOW, seeds=[1])
+    assert session.say(long).ids == whole.ids

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.eval.ranks import leave, local_device, rank
     from tokenformer.eval.source import open_model
     from tokenformer.eval.tasks import TASKS, task_file
+    from tokenformer.files import check_writable
     from tokenformer.hub.official_config import load_config, read_generation
 
     names = list(TASKS) if args.tasks == "all" else [name for name in args.tasks.split(",") if name]
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> None:
             task_file(name, args.data_dir)
     for text in args.text:
         check_text(text)
+    if args.out:
+        check_writable(args.out)
     configs = [word for word in args.source if Path(word).suffix in (".yml", ".yaml")]
     weights = [word for word in args.source if word not in configs]
     official = read_generation(*configs)

@@ -6,12 +6,17 @@ example: tokenformer generate my-folder --prompt "Once upon a time" --tokens 100
          tokenformer generate 150M_eval.yml text_generation.yml
 
 MODEL is a folder, a run, official weights or a hub name. Official config files (.yml) may stand beside it or instead:
-their generation settings hold (options given here win), and eval_ckpt or load names the weights. Results are JSON lines
-of context, text, length, finished, message, duration_seconds. In conversation /new forgets what was said, /quit leaves.
+their generation settings hold (options given here win), and eval_ckpt or load names the weights. What --prompt asks
+for is shown as text; other results, and those of --output-file and --logprobs, are JSON lines of context, text, length,
+finished, message, duration_seconds. In conversation /new forgets what was said, /quit leaves, Ctrl-C stops an answer.
 """
 
 import argparse
+import contextlib
+import re
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tokenformer.errors import UserError
@@ -28,14 +33,15 @@ OPTIONS = {
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
 }
+COMMANDS = "/new forgets what was said, /quit leaves"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", nargs="+", metavar="MODEL", help="weights, and official config files")
     add("--prompt", action="append", help="a prompt; may be given several times")
-    add("--input-file", help="prompts, one a line, or JSON lines (.jsonl)")
-    add("--output-file", help="where the JSON lines go (default: texts are shown)")
+    add("--input-file", help="prompts, one a line, or JSON lines (.jsonl); - reads lines from standard input")
+    add("--output-file", help="where the JSON lines go (default: they are shown)")
     add("--num-samples", type=int, help="texts from nothing")
     add("--interactive", action="store_true", help="a conversation; text comes as it is made")
     add("--no-history", action="store_true", help="in conversation: every prompt stands alone")
@@ -47,6 +53,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--repetition-penalty", type=float, help="against tokens that were there before")
     add("--seed", type=int, default=0, help="prompt i is drawn with seed + i")
     add("--stop", action="append", default=[], help="a text that ends a result; may be given several times")
+    add("--stop-token", action="append", default=[], help="a token (its id or text) that ends a result; likewise")
+    add("--logprobs", action="store_true", help="JSON lines, with the log-probability of each new token")
     add("--batch", type=int, default=32, help="prompts at a time")
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
@@ -55,9 +63,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from tokenformer.eval.source import open_model
+    from tokenformer.files import check_writable
     from tokenformer.hub.official_config import load_config, read_generation
     from tokenformer.infer.engine import Engine
-    from tokenformer.infer.requests import Request
+    from tokenformer.infer.requests import Prompt, Request, stop_token
     from tokenformer.strict import build
 
     configs = [word for word in args.source if Path(word).suffix in (".yml", ".yaml")]
@@ -76,7 +85,13 @@ def run(args: argparse.Namespace) -> None:
     if settings.get("text_gen_type") is None:
         raise UserError("there is nothing to write: give --prompt, --input-file, --num-samples or --interactive")
     request: Request = build(Request, settings)
-    prompts = [] if request.text_gen_type == "interactive" else args.prompt or request.prompts()
+    talks = request.text_gen_type == "interactive"
+    if talks and (args.logprobs or args.output_file):
+        raise UserError("a conversation is shown as text: leave --logprobs and --output-file out")
+    if not talks and request.sample_output_file is not None:
+        check_writable(request.sample_output_file)
+    named = [Prompt(text, f"prompt {i}") for i, text in enumerate(args.prompt or [], 1)]
+    prompts = [] if talks else named or request.prompts()
     source = weights[0] if weights else official.weights
     if source is None:
         raise UserError(f"{' + '.join(configs)} names no weights: set eval_ckpt or load, or give a model first")
@@ -91,56 +106,71 @@ def run(args: argparse.Namespace) -> None:
         dtype=args.dtype,
     )
     engine = Engine(model, vocab=tokenizer.vocab_size)
-    if request.text_gen_type == "interactive":
-        converse(engine, tokenizer, request, args)
+    stop_ids = [stop_token(tokenizer, word) for word in args.stop_token]
+    if talks:
+        converse(engine, tokenizer, request, stop_ids, args)
     else:
-        write(engine, tokenizer, request, prompts, args)
+        write(engine, tokenizer, request, prompts, stop_ids, args)
 
 
-def write(engine, tokenizer, request, prompts: list[str], args: argparse.Namespace) -> None:
-    """All texts, shown or into a file; a single one is shown as it is made."""
+def write(engine, tokenizer, request, prompts: list, stop_ids: list[int], args: argparse.Namespace) -> None:
+    """All texts, shown or into a file. Those of --prompt are shown as text, a single one as it is made."""
+    import json
+
     from tokenformer.infer.requests import record, token_logits, write_records
     from tokenformer.infer.text import write_texts
     from tokenformer.terminal import progress
 
     shown = request.sample_output_file is None
-    alone = shown and len(prompts) == 1
+    plain = shown and bool(args.prompt) and not args.logprobs and not request.return_logits
+    alone = plain and len(prompts) == 1
 
     def said(_: int, piece: str) -> None:
         print(piece, end="", flush=True)
 
+    results = write_texts(
+        engine,
+        tokenizer,
+        [prompt.text for prompt in prompts],
+        request.maximum_tokens,
+        request.sampling,
+        seeds=range(args.seed, args.seed + len(prompts)),
+        stops=args.stop,
+        batch=args.batch,
+        every=4 if alone else None,
+        logprobs=args.logprobs,
+        said=said if alone else None,
+        stop_ids=stop_ids,
+        names=[prompt.name for prompt in prompts],
+    )
     if alone:
-        print(prompts[0], end="", flush=True)
+        print(prompts[0].text, end="", flush=True)
     records = []
-    with progress("generating", len(prompts)) as advance:
-        for result in write_texts(
-            engine,
-            tokenizer,
-            prompts,
-            request.maximum_tokens,
-            request.sampling,
-            seeds=range(args.seed, args.seed + len(prompts)),
-            stops=args.stop,
-            batch=args.batch,
-            every=4 if alone else None,
-            said=said if alone else None,
-        ):
-            extra = {"logits": token_logits(engine, tokenizer, result)} if request.return_logits else {}
-            records.append(record(result) | extra)
-            advance(1)
+    with contextlib.ExitStack() as stack:
+        # a bar would take what is shown for itself, on a terminal
+        advance = None if shown else stack.enter_context(progress("generating", len(prompts)))
+        for prompt, result in zip(prompts, results, strict=True):
+            one = record(result)
+            if args.logprobs:
+                one["logprobs"] = result.logprobs
+            if request.return_logits:
+                one["logits"] = token_logits(engine, tokenizer, result)
+            if plain:
+                print("" if alone else result.context + result.text, flush=True)
+                if one["message"]:
+                    print(f"{prompt.name}: {one['message']}", file=sys.stderr)
+            elif shown:
+                print(json.dumps(one, ensure_ascii=False), flush=True)
+            else:
+                records.append(one)
+            if advance:
+                advance(1)
     if not shown:
         write_records(request.sample_output_file, records)
         print(f"{request.sample_output_file}: {len(records)} texts")
-    elif alone:
-        print()
-    else:
-        import json
-
-        for one in records:
-            print(json.dumps(one, ensure_ascii=False))
 
 
-def converse(engine, tokenizer, request, args: argparse.Namespace) -> None:
+def converse(engine, tokenizer, request, stop_ids: list[int], args: argparse.Namespace) -> None:
     """Reads prompts from the terminal (or a pipe) until /quit or its end."""
     from tokenformer.infer.session import Session
 
@@ -152,17 +182,42 @@ def converse(engine, tokenizer, request, args: argparse.Namespace) -> None:
         seed=args.seed,
         stops=args.stop,
         remember=not args.no_history,
+        stop_ids=stop_ids,
     )
     if sys.stdin.isatty():
         import readline  # noqa: F401 (arrow keys and earlier lines)
 
-        print("write, and the model goes on; /new forgets what was said, /quit leaves", file=sys.stderr)
-    while (text := read_prompt(request.prompt_end)) is not None and text.strip() != "/quit":
-        if text.strip() == "/new":
+        print(f"write, and the model goes on; {COMMANDS}, Ctrl-C stops an answer", file=sys.stderr)
+    while (text := read_prompt(request.prompt_end)) is not None and text.rstrip() != "/quit":
+        if text.rstrip() == "/new":
             session.clear()
+        elif re.match(r"/[A-Za-z]+(\s|$)", text):
+            print(f"{text.split()[0]} is no command: {COMMANDS}; a space before it makes it text", file=sys.stderr)
         elif text:
-            session.say(text, lambda piece: print(piece, end="", flush=True))
+            with stoppable() as stopped:
+                result = session.say(text, lambda piece: print(piece, end="", flush=True), stopped)
             print(flush=True)
+            if stopped():
+                print("stopped; Ctrl-C again leaves", file=sys.stderr)
+            elif result.full:
+                print("the model's context is full: give fewer --tokens", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Says whether Ctrl-C came in this block; a second one interrupts as everywhere."""
+    came = []
+
+    def hear(*_: object) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(True)
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def read_prompt(end: str) -> str | None:
@@ -173,6 +228,8 @@ def read_prompt(end: str) -> str | None:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return text or None
+        except UnicodeDecodeError:
+            raise UserError("standard input is not UTF-8 text: convert it") from None
         if end == "\n":
             return line
         before, found, _ = line.partition(end)

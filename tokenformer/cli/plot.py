@@ -19,6 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from tokenformer.errors import UserError
+    from tokenformer.files import check_writable
     from tokenformer.train.page import write_page
     from tokenformer.train.plot import draw_png, read_curve
 
@@ -27,6 +28,7 @@ def run(args: argparse.Namespace) -> None:
     for path in paths:
         if path.suffix not in (".png", ".html"):
             raise UserError(f"{path} is neither a .png nor a .html file: give --out a name with one of these endings")
+        check_writable(path)
     curves = [read_curve(r, args.x) for r in args.runs]
     for path in paths:
         if path.suffix == ".png":

@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tokenformer.errors import UserError
-    from tokenformer.files import write_text
+    from tokenformer.files import check_writable, write_text
     from tokenformer.hub.official_config import launch_of, load_config
     from tokenformer.parallel.mesh import check, degrees
     from tokenformer.parallel.slurm import Job, script
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if not config.data.path:
         raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
     path = Path(f"{out}.sbatch")
+    check_writable(path)
     write_text(path, text)
     print(f"{path}: {nodes} nodes × {max(1, gpus)} processes, {laid}")
     if args.cpus_per_gpu is None:

@@ -39,6 +39,7 @@ def _train(args: argparse.Namespace) -> None:
     from tokenformer.terminal import meter
 
     files.refuse_existing(args.out)
+    files.check_writable(args.out)
     if args.vocab < 257:
         raise UserError(f"--vocab {args.vocab} cannot hold all bytes and the end of a document: give 257 or more")
     sources = find_sources(args.inputs)
@@ -52,10 +53,7 @@ def _train(args: argparse.Namespace) -> None:
         show(done, f"{done / 1e6:.1f} MB read")
 
     with contextlib.ExitStack() as stack:
-        try:
-            beside = stack.enter_context(files.atomic_file(args.out))
-        except OSError as error:
-            raise UserError(f"{args.out} cannot be written ({error.strerror}): choose another place") from None
+        beside = stack.enter_context(files.atomic_file(args.out))
         show = stack.enter_context(meter("training a tokenizer", sum(s.bytes for s in sources) or None))
         units = (unit.text for source in sources for unit in read_units(source, reading, cuts, seen))
         tokenizer = train_tokenizer(units, args.vocab)

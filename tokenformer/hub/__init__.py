@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tokenformer.models import LanguageModel
 
 FORMATS = ("ours", "hf", "official")
+HUB_NAME = r"\w([\w.-]*\w)?/\w([\w.-]*\w)?"  # owner/model; ../model and ./model are paths
 
 
 def locate(source: str | Path) -> tuple[str, Path]:
@@ -24,7 +25,7 @@ def locate(source: str | Path) -> tuple[str, Path]:
 
     path = Path(source)
     if not path.exists():
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+        if not re.fullmatch(HUB_NAME, str(source)):
             raise UserError(f"there is nothing at {source}: give a folder, a weight file or a hub name (owner/model)")
         from tokenformer.hub.download import snapshot
 

@@ -10,10 +10,12 @@ WANTED = ["*.json", "*.yml", "*.bin", "*.safetensors", "*.pt", "latest", "*/late
 def snapshot(name: str) -> Path:
     """The local copy of a hub repository such as `Haiyang-W/TokenFormer-150M`."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED))
+    except HFValidationError:
+        raise UserError(f"'{name}' is neither a path here nor a name that the hub could have: check it") from None
     except RepositoryNotFoundError:
         raise UserError(f"the hub has no model '{name}' that you may read: check the name, or log in") from None
     except LocalEntryNotFoundError:

@@ -4,6 +4,7 @@ Unusual: `-` and `_` mean the same there, several files merge, and a key that no
 """
 
 import dataclasses
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -56,9 +57,9 @@ FIXED = {
 GENERATION = set(
     """
     text_gen_type temperature top_p top_k maximum_tokens prompt_end sample_input_file sample_output_file num_samples
-    recompute return_logits
+    recompute return_logits min_p repetition_penalty
     """.split()
-)
+)  # the last two are ours
 # Keys that say how to train, log or launch, and change nothing about the model.
 IRRELEVANT = set(
     """
@@ -102,12 +103,8 @@ def translate(raw: dict, where: str) -> tuple[dict, str]:
     if not any(name in raw for name in REQUIRED):
         what = "generation settings" if GENERATION & set(raw) else "settings"
         raise UserError(f"{where} has {what} but no model: give a model config beside it, such as 150M_eval.yml")
+    _refuse_unknown(raw, where)
     for name, value in raw.items():
-        if name not in KNOWN:
-            raise UserError(
-                f"{where}: the official key '{name}' is not one that we know, and it may change the model: "
-                "remove it if it does not"
-            )
         if name in FIXED and value != FIXED[name]:
             raise UserError(f"{where}: {name} is {value!r}, but only {FIXED[name]!r} is a TokenFormer as released")
     for name in REQUIRED:
@@ -119,6 +116,17 @@ def translate(raw: dict, where: str) -> tuple[dict, str]:
     model = {"kind": "tokenformer", **{ours: raw[name] for name, ours in MODEL.items() if name in raw}}
     ignored = sorted(set(raw) & IRRELEVANT)
     return {"model": model}, f"{where}: {len(ignored)} official keys that do not change the model were ignored"
+
+
+def _refuse_unknown(raw: dict, where: str) -> None:
+    for name in raw:
+        if name not in KNOWN:
+            close = difflib.get_close_matches(name, sorted(KNOWN), n=1)
+            hint = f" (did you mean '{close[0]}'?)" if close else ""
+            raise UserError(
+                f"{where}: the official key '{name}' is not one that we know{hint}, and it may change the model or "
+                "its texts: remove it if it does not"
+            )
 
 
 def _check_attention(raw: dict, where: str) -> None:
@@ -189,7 +197,10 @@ def read_generation(*names: str | Path) -> Generation:
     """From files in the official dialect, later ones laid over earlier ones; `eval_ckpt` goes before `load`."""
     raw: dict = {}
     for name in names:
-        raw.update({_plain(key): value for key, value in native.read(name).items()})
+        read = {_plain(key): value for key, value in native.read(name).items()}
+        if not SECTIONS & read.keys() - KNOWN:  # not a config of ours
+            _refuse_unknown(read, Path(name).name)
+        raw.update(read)
     settings = {name: value for name, value in raw.items() if name in GENERATION}
     return Generation(
         settings, raw.get("eval_ckpt") or raw.get("load"), raw.get("vocab_file"), any(name in raw for name in REQUIRED)

@@ -4,6 +4,7 @@ Unusual: between two looks of the host nothing is read from the device; tokens, 
 there. Legend: B batch, T positions, D dim, W vocabulary, K new tokens.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,8 +22,13 @@ SLOTS = 128  # caches come in multiples of this, so that a graph serves several 
 PADDED = 64  # and so do prompts, under graphs
 
 
+Ids = Sequence[int] | Tensor  # of one prompt; a tensor has one dimension
+
+
 class Finished(NamedTuple):
-    """New ids of one prompt (without the stop token), their log-probabilities, and whether a stop token came."""
+    """New ids of one prompt (without the stop token), their log-probabilities (where they were asked for), and whether
+    a stop token came.
+    """
 
     ids: list[int]
     logprobs: list[float]
@@ -61,10 +67,41 @@ class Engine:
         self.backend, self.make_step, self.hidden = choose_backend(model, self.packed, backend, tuning or Tuning())
         self._last: _Batch | None = None
 
+    def check(
+        self,
+        prompts: Sequence[Ids] | Tensor,
+        seeds: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> tuple[list[list[int]], list[int]]:
+        """Prompts and seeds as plain numbers that the model can go on from; sentences call prompts by their `names`."""
+        rows = []
+        for i, prompt in enumerate(prompts):
+            name = names[i] if names else f"prompts[{i}]"
+            try:
+                row = list(map(operator.index, prompt.tolist() if isinstance(prompt, Tensor) else prompt))
+            except TypeError:
+                raise UserError(f"{name} is no row of ids: give whole numbers, as a list or a 1-D tensor") from None
+            if not row:
+                raise UserError(f"{name} has no tokens: begin with the token that ends a document")
+            if len(row) >= self.context:
+                raise UserError(
+                    f"{name} has {len(row):,} tokens and the model's context is {self.context:,}: shorten it"
+                )
+            if min(row) < 0 or max(row) >= self.vocab:
+                strange = min(row) if min(row) < 0 else max(row)
+                raise UserError(f"{name} holds the id {strange}: give ids from 0 to {self.vocab - 1:,}")
+            rows.append(row)
+        chosen = list(range(len(rows)) if seeds is None else seeds)
+        if len(chosen) != len(rows):
+            raise UserError(f"there are {len(chosen)} seeds for {len(rows)} prompts: give one a prompt")
+        if any(abs(seed) >= 1 << 63 for seed in chosen):
+            raise UserError(f"the seed {max(chosen, key=abs)} is too large: give one below 2 to the 63rd")
+        return rows, chosen
+
     @torch.no_grad()
     def start(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Ids] | Tensor,
         n: int,
         sampling: Sampling | None = None,
         *,
@@ -73,27 +110,21 @@ class Engine:
         logprobs: bool = False,
     ) -> "_Batch":
         """Prefill, and the first token of each row; `advance` makes the rest. One batch is under way at a time."""
-        for i, prompt in enumerate(prompts):
-            if not prompt:
-                raise UserError(f"prompt {i} has no tokens: begin with the token that ends a document")
-            if len(prompt) >= self.context:
-                raise UserError(
-                    f"prompt {i} has {len(prompt):,} tokens and the model's context is {self.context:,}: shorten it"
-                )
-        if not prompts or n < 1:
+        rows, seeds = self.check(prompts, seeds)
+        if not rows or n < 1:
             raise UserError("there is nothing to generate: give at least one prompt and one token")
-        longest = max(map(len, prompts))
-        slots = -(-min(longest + n, self.context) // SLOTS) * SLOTS
-        key = (len(prompts), slots, n, sampling or Sampling(), len(stop_ids), logprobs)
+        n = min(n, self.context)  # no row can have more
+        slots = -(-min(max(map(len, rows)) + n, self.context) // SLOTS) * SLOTS
+        key = (len(rows), slots, n, sampling or Sampling(), len(stop_ids), logprobs)
         if self._last is None or self._last.key != key:
             self._last = None  # frees its cache first
             self._last = _Batch(self, key)
-        self._last.begin(prompts, range(len(prompts)) if seeds is None else seeds, stop_ids)
+        self._last.begin(rows, seeds, stop_ids)
         return self._last
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Ids] | Tensor,
         n: int,
         sampling: Sampling | None = None,
         *,
@@ -101,8 +132,8 @@ class Engine:
         stop_ids: Sequence[int] = (),
         logprobs: bool = False,
     ) -> list[Finished]:
-        """Up to `n` new tokens a prompt: fewer where a stop token comes or the context ends. Row i's seed is i unless
-        `seeds` says otherwise.
+        """Up to `n` new tokens a prompt: fewer where a stop token comes or the context is full. Row i's seed is i
+        unless `seeds` says otherwise; `logprobs` asks for log-probabilities.
         """
         batch = self.start(prompts, n, sampling, seeds=seeds, stop_ids=stop_ids, logprobs=logprobs)
         while not batch.over:

@@ -1,12 +1,13 @@
 """Prompts in and texts out as files, in the official form: JSON lines of context, text, length, finished, message,
-duration_seconds. Prompts are lines of a text (or pieces between another separator), or JSON lines.
+duration_seconds, and logprobs where they were asked for. Prompts are lines of a text (or pieces between another
+separator), or JSON lines.
 """
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -15,10 +16,17 @@ from tokenformer.files import write_text
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.sampling import Sampling
-from tokenformer.infer.text import AnyTokenizer, TextResult
+from tokenformer.infer.text import AnyTokenizer, TextResult, to_ids
 from tokenformer.strict import key, need
 
 FIELDS = ("prompt", "context", "text")
+
+
+class Prompt(NamedTuple):
+    """A text, and what sentences call it."""
+
+    text: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -45,34 +53,41 @@ class Request:
         need(self.prompt_end != "", "prompt_end is empty: give what stands between two prompts")
         if self.text_gen_type == "input-file":
             need(self.sample_input_file is not None, "input-file needs prompts: set sample_input_file")
+        _ = self.sampling  # it has limits, too
 
     @property
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
-    def prompts(self) -> list[str]:
+    def prompts(self) -> list[Prompt]:
         """Read from the file, or empty ones."""
         if self.sample_input_file is not None and self.text_gen_type == "input-file":
             return read_prompts(self.sample_input_file, self.prompt_end)
-        return [""] * self.num_samples
+        return [Prompt("", f"text {i}") for i in range(1, self.num_samples + 1)]
 
 
-def read_prompts(path: str | Path, separator: str = "\n") -> list[str]:
-    """Prompts of a file, stripped, empty ones left out; of a .jsonl file the strings, or their `prompt`, `context` or
-    `text`, as they are.
+def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
+    """Prompts of a file (or of standard input: -), stripped, empty ones left out; of a .jsonl file the strings, or
+    their `prompt`, `context` or `text`, as they are. They are called by the line that they begin on, from 1.
     """
+    pipe, lines = str(path) == "-", Path(path).suffix == ".jsonl"
+    where = "standard input" if pipe else str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(0 if pipe else path, encoding="utf-8-sig", closefd=not pipe) as file:
+            text = file.read()
     except OSError as error:
         raise UserError(f"the prompts {path} cannot be read ({error.strerror}): check the name") from None
     except UnicodeDecodeError:
-        raise UserError(f"the prompts {path} are not UTF-8 text: convert the file") from None
-    if Path(path).suffix == ".jsonl":
-        prompts = [_prompt(line, f"{path}, line {i}") for i, line in enumerate(text.splitlines(), 1) if line.strip()]
-    else:
-        prompts = [piece.strip() for piece in text.split(separator) if piece.strip()]
+        raise UserError(f"the prompts of {where} are not UTF-8 text: convert them") from None
+    prompts, line, between = [], 1, "\n" if lines else separator
+    for piece in text.split(between):
+        space = len(piece) - len(piece.lstrip())
+        name = f"{where}, line {line + piece[:space].count(chr(10))}"
+        if piece.strip():
+            prompts.append(Prompt(_prompt(piece, name) if lines else piece.strip(), name))
+        line += (piece + between).count("\n")
     if not prompts:
-        raise UserError(f"{path} holds no prompt: write one a line")
+        raise UserError(f"{where} holds no prompt: write one a line")
     return prompts
 
 
@@ -92,15 +107,19 @@ def record(result: TextResult) -> dict[str, Any]:
     """One result in the official form.
 
     >>> record(TextResult("Hi", "", [], [], True, 0.5))["message"]
-    'no text was made: the document ended, or a stop string came, at once'
+    'no text was made: the document ended, or a stop came, at once'
     """
-    none = not result.ids
+    none, message = not result.ids, None
+    if none:
+        message = "no text was made: the document ended, or a stop came, at once"
+    elif result.full:
+        message = f"the model's context is full: no more than {len(result.ids):,} new tokens fit behind this prompt"
     return {
         "context": result.context,
         "text": None if none else result.text,
         "length": len(result.ids),
         "finished": result.finished,
-        "message": "no text was made: the document ended, or a stop string came, at once" if none else None,
+        "message": message,
         "duration_seconds": result.seconds,
     }
 
@@ -109,9 +128,27 @@ def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
 
+def stop_token(tokenizer: AnyTokenizer, word: str) -> int:
+    """The id that a number or the text of one token names.
+
+    >>> from tokenformer.data.tokenizer import load_tokenizer
+    >>> stop_token(load_tokenizer("byte"), "12"), stop_token(load_tokenizer("byte"), "A")
+    (12, 66)
+    """
+    if word.isdecimal():
+        need(int(word) < tokenizer.vocab_size, f"--stop-token {word} is no id: give 0 to {tokenizer.vocab_size - 1:,}")
+        return int(word)
+    ids = to_ids(tokenizer, word, "--stop-token")
+    need(
+        word != "" and len(ids) == 1,
+        f"--stop-token {word!r} is not one token: give an id or the text of one, or --stop for any text",
+    )
+    return ids[0]
+
+
 def token_logits(engine: Engine, tokenizer: AnyTokenizer, result: TextResult) -> list[list[float]]:
     """The logits that every new token was chosen from: one full pass over the text."""
-    prompt = tokenizer.encode(result.context) or [tokenizer.end_of_document]
+    prompt = to_ids(tokenizer, result.context)
     packed, ids = engine.packed, torch.tensor([prompt + result.ids], device=engine.packed.device)
     with torch.no_grad():
         cache = StaticCache(packed.config, 1, ids.shape[1], packed.device, packed.dtype)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from tokenformer.errors import UserError
 from tokenformer.infer.engine import Engine, Finished
 from tokenformer.infer.sampling import Sampling
 
@@ -26,7 +27,9 @@ class AnyTokenizer(Protocol):
 
 
 class TextResult(NamedTuple):
-    """What came of one prompt. `finished`: the text ended by itself, by the end of the document or a stop string."""
+    """What came of one prompt. `finished`: the text ended by itself, by the end of the document, a stop string or a
+    stop token; `full`: by the end of the model's context, before all the tokens that were asked for.
+    """
 
     context: str
     text: str
@@ -34,6 +37,7 @@ class TextResult(NamedTuple):
     logprobs: list[float]
     finished: bool
     seconds: float
+    full: bool = False
 
 
 class Piecewise:
@@ -75,6 +79,20 @@ class Piecewise:
         return held
 
 
+def to_ids(tokenizer: AnyTokenizer, text: str, name: str = "the prompt") -> list[int]:
+    """Ids of a prompt; an empty one is the beginning of a document.
+
+    >>> from tokenformer.data.tokenizer import load_tokenizer
+    >>> to_ids(load_tokenizer("byte"), "AB"), to_ids(load_tokenizer("byte"), "")
+    ([66, 67], [0])
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} is not UTF-8 text ({text[error.start]!a} is no character): convert it") from None
+    return tokenizer.encode(text) or [tokenizer.end_of_document]
+
+
 def write_texts(
     engine: Engine,
     tokenizer: AnyTokenizer,
@@ -88,18 +106,26 @@ def write_texts(
     every: int | None = None,
     logprobs: bool = False,
     said: Callable[[int, str], object] | None = None,
+    stop_ids: Sequence[int] = (),
+    names: Sequence[str] | None = None,
 ) -> Iterator[TextResult]:
     """Texts of prompts, in order, `batch` at a time; `said(i, piece)` hears the pieces of prompt i. An empty prompt is
-    the beginning of a document.
+    the beginning of a document. All prompts are checked at once, before any text; sentences call them by their `names`.
     """
-    seeds = range(len(prompts)) if seeds is None else seeds
-    for first in range(0, len(prompts), batch):
-        some = prompts[first : first + batch]
-        ids = [tokenizer.encode(p) or [tokenizer.end_of_document] for p in some]
-        heard = None if said is None else lambda i, piece, first=first: said(first + i, piece)
-        yield from continue_ids(
-            engine, tokenizer, some, ids, n, sampling, seeds[first : first + batch], stops, every, logprobs, heard
-        )
+    names = names or [f"prompts[{i}]" for i in range(len(prompts))]
+    ids = [to_ids(tokenizer, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+    rows, chosen = engine.check(ids, seeds, names)
+
+    def work() -> Iterator[TextResult]:
+        for first in range(0, len(prompts), batch):
+            some = slice(first, first + batch)
+            heard = None if said is None else lambda i, piece, first=first: said(first + i, piece)
+            yield from continue_ids(
+                engine, tokenizer, prompts[some], rows[some], n, sampling, chosen[some], stops, every, logprobs, heard,
+                stop_ids,
+            )  # fmt: skip
+
+    return work()
 
 
 def continue_ids(
@@ -114,27 +140,32 @@ def continue_ids(
     every: int | None = None,
     logprobs: bool = False,
     said: Callable[[int, str], object] | None = None,
+    stop_ids: Sequence[int] = (),
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[TextResult]:
-    """One batch, from ids; `contexts` are what the results call their prompts."""
+    """One batch, from ids; `contexts` are what the results call their prompts. At `enough()` texts end as they are."""
     begun = time.perf_counter()
-    ends = [tokenizer.end_of_document]
+    ends = [tokenizer.end_of_document, *stop_ids]
     running = engine.start(ids, n, sampling, seeds=seeds, stop_ids=ends, logprobs=logprobs)
     texts = [Piecewise(tokenizer.decode, stops) for _ in ids]
     while not running.over:
-        before = list(running.ended)
-        for i, new in enumerate(running.advance(every or engine.every)):
+        before, pieces = list(running.ended), running.advance(every or engine.every)
+        last = enough()
+        for i, new in enumerate(pieces):
             if before[i]:
                 continue
-            piece = texts[i].add(new, last=running.ended[i])
-            if texts[i].stopped:
+            piece = texts[i].add(new, last=last or running.ended[i])
+            if last or texts[i].stopped:
                 running.end(i)
             if piece and said is not None:
                 said(i, piece)
     seconds = time.perf_counter() - begun
     out = []
-    for context, text, row in zip(contexts, texts, running.results(), strict=True):
+    for context, prompt, text, row in zip(contexts, ids, texts, running.results(), strict=True):
         row = _up_to(text, row)
-        out.append(TextResult(context, text.text, row.ids, row.logprobs, row.finished or text.stopped, seconds))
+        finished = row.finished or text.stopped
+        full = not finished and len(row.ids) < n and len(prompt) + len(row.ids) == engine.context
+        out.append(TextResult(context, text.text, row.ids, row.logprobs, finished, seconds, full))
     return out
 
 
