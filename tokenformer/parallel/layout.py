@@ -248,9 +248,10 @@ def gather(tensor: Tensor, sizes: Sequence[int], dim: int, group: dist.ProcessGr
     own = tensor.movedim(dim, 0)
     padded = own.new_zeros(max(sizes), *own.shape[1:])
     padded[: len(own)] = own
-    out = padded.new_empty(len(sizes), *padded.shape)
-    dist.all_gather_into_tensor(out.view(-1, *padded.shape[1:]), padded, group=group)
-    return torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)]).movedim(0, dim)
+    ops = torch.ops._c10d_functional
+    every = ops.wait_tensor(ops.all_gather_into_tensor(padded, len(sizes), group.group_name))
+    parts = every.view(len(sizes), *padded.shape)
+    return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)]).movedim(0, dim)
 
 
 SEGMENT = re.compile(r"segments\.\d+\.")
