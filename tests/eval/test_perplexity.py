@@ -91,6 +91,40 @@ def test_a_set_and_its_text_agree_and_end_tokens_are_never_counted(model, tokeni
     assert limited.documents == 1
 
 
+def test_an_end_token_that_a_text_names_is_left_out_as_in_the_prepared_set(model, tokenizer, tmp_path):
+    from tokenformer.data.prepare import prepare
+
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    (tmp_path / "named.txt").write_text("ROMEO: hello<|endoftext|>JULIET: hi")
+    prepared = prepare(
+        [str(tmp_path / "named.txt")], tmp_path, "set", tokenizer=str(tmp_path / "tokenizer.json"), workers=1
+    )
+    end = tokenizer.end_of_document
+    text, held = (perplexity(model, open_documents(p, tokenizer), end) for p in (tmp_path / "named.txt", prepared))
+    assert text.bytes == held.bytes == len("ROMEO: helloJULIET: hi")
+    assert text.tokens == held.tokens == len(tokenizer.encode("ROMEO: hello")) + len(tokenizer.encode("JULIET: hi"))
+    assert text.nats == held.nats and text.documents == held.documents == 1
+
+
+@pytest.mark.parametrize("documents", [40, 2])
+def test_a_part_of_a_set_is_what_data_split_writes(tokenizer, tmp_path, documents):
+    """Also where documents are too few, so that parts are cut by tokens."""
+    from tokenformer.data.sets import split
+
+    rows = [[[*range(1 + i, 30 + 2 * i), tokenizer.end_of_document]] for i in range(documents)]
+    write_set(tmp_path / "set_text_document", rows)
+    shares = [80.0, 15.0, 5.0]
+    written = split(tmp_path / "set", shares, tmp_path / "parts")
+    assert len(written) == 3
+    total = 0
+    for part, prefix in written.items():
+        mine = list(open_documents(tmp_path / "set", tokenizer, part=part, shares=shares))
+        alone = list(open_documents(prefix, tokenizer))
+        assert [list(d.ids) for d in mine] == [list(d.ids) for d in alone]
+        total += sum(len(d.ids) for d in mine)
+    assert total == sum(len(d.ids) for d in open_documents(tmp_path / "set", tokenizer))
+
+
 def test_a_uniform_model_has_eight_bits_a_byte_and_a_little(model):
     """A byte tokenizer and a head that prefers nothing: log2 of the vocabulary for every byte."""
     import copy
@@ -109,3 +143,7 @@ def test_nothing_to_measure_and_a_window_beyond_the_context_are_refused(model):
         perplexity(model, [], 0)
     with pytest.raises(UserError, match="the window is 999"):
         perplexity(model, [Document([1], 1)], 0, context=999)
+    with pytest.raises(UserError, match="the window is 0, but must be 1 to 128"):
+        perplexity(model, [Document([1], 1)], 0, context=0)
+    with pytest.raises(UserError, match="stride is 0"):
+        perplexity(model, [Document([1], 1)], 0, stride=0)

@@ -1,6 +1,7 @@
 """Measure a model: perplexity of texts and prepared sets, the six zero-shot tasks beside the paper's numbers.
 
 example: tokenformer eval my-folder --text book.txt --stride 512
+         tokenformer eval runs/mine --text data/books --part validation
          tokenformer eval my-folder --tasks all --data-dir zero-shot --out results.json
          tokenformer eval Haiyang-W/TokenFormer-150M --tasks lambada_openai,piqa
          torchrun --nproc-per-node 8 -m tokenformer eval my-folder --tasks all
@@ -21,6 +22,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", nargs="+", metavar="MODEL", help="weights, and official config files")
     add("--text", action="append", default=[], help="a text file or prepared set; may be given several times")
+    add("--part", choices=["train", "validation", "test"], help="of prepared sets (default: the whole)")
+    add("--field", default="text", help="of JSON lines or Parquet (default: text)")
     add("--stride", type=int, help="tokens that a window moves on (default: half of it)")
     add("--context", type=int, help="the window (default: the model's context)")
     add("--tasks", default="", help="names with commas between, or all (the six of the paper)")
@@ -35,13 +38,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from tokenformer.data.tokenizer import fingerprint
+    from tokenformer.eval.perplexity import window
     from tokenformer.eval.ranks import leave, local_device, rank
     from tokenformer.eval.source import open_model
-    from tokenformer.eval.tasks import TASKS, task_file
+    from tokenformer.eval.tasks import TASKS, read_rows
     from tokenformer.files import check_writable
     from tokenformer.hub.official_config import load_config, read_generation
 
-    names = list(TASKS) if args.tasks == "all" else [name for name in args.tasks.split(",") if name]
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    names = list(TASKS) if names == ["all"] else names
+    for option in ("stride", "context", "limit", "batch_tokens"):
+        number = getattr(args, option)
+        if number is not None and number < 1:
+            raise UserError(f"--{option.replace('_', '-')} is {number}: give 1 or more")
     if not names and not args.text:
         raise UserError("there is nothing to measure: give --tasks (all, or names) or --text")
     if args.native and args.data_dir is None:
@@ -50,9 +60,9 @@ def run(args: argparse.Namespace) -> None:
         for name in names:
             if name not in TASKS:
                 raise UserError(f"'{name}' has no local form: with --data-dir tasks are {', '.join(TASKS)}")
-            task_file(name, args.data_dir)
+            read_rows(name, args.data_dir, args.limit if args.native else None)  # the harness reads all
     for text in args.text:
-        check_text(text)
+        check_text(text, args.part)
     if args.out:
         check_writable(args.out)
     configs = [word for word in args.source if Path(word).suffix in (".yml", ".yaml")]
@@ -69,49 +79,70 @@ def run(args: argparse.Namespace) -> None:
         device=local_device(args.device),
         dtype=args.dtype,
     )
+    context, stride = window(model.config.context, args.context, args.stride)
     results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters}
-    if args.text:
-        results["texts"] = measure_texts(model, tokenizer, args)
-    if names:
-        results["tasks"], results["scorer"] = measure_tasks(model, tokenizer, names, args)
-    if rank() == 0:
-        show(Path(str(source)).name, results)
-        if args.out:
-            save(args.out, results)
+    results["tokenizer"] = {"name": tokenizer.name, "sha256": fingerprint(tokenizer)}
+    results |= {"context": context, "limit": args.limit}
+    try:
+        if args.text:
+            how = {"stride": stride, "part": args.part, "shares": shares(source) if args.part else None}
+            results |= {**how, "texts": {}}
+            for text in args.text:
+                results["texts"][text] = measure_text(model, tokenizer, text, results, args)
+        if names:
+            results["tasks"], results["scorer"] = measure_tasks(model, tokenizer, names, context, args)
+    finally:  # what was measured before a mistake is not lost
+        if rank() == 0 and (results.get("texts") or "tasks" in results):
+            show(Path(str(source)).name, results)
+            if args.out:
+                save(args.out, results)
     leave()
 
 
-def check_text(text: str) -> None:
+def shares(source: str | Path) -> list[float]:
+    """Of train, validation and test: as the run was trained, else as every run is by default."""
+    from tokenformer import hub
+    from tokenformer.config_data import DataConfig
+    from tokenformer.hub.official_config import load_config
+
+    kind, path = hub.locate(source)
+    config = path / "../../../config.yml"  # of RUN/checkpoints/STEP/model
+    return (load_config(config).data if kind == "checkpoint" and config.is_file() else DataConfig()).split
+
+
+def check_text(text: str, part: str | None) -> None:
     from tokenformer.data.sources import find_sources
     from tokenformer.eval.perplexity import is_prepared
 
     if not is_prepared(text):
         find_sources([text])
+        if part is not None:
+            raise UserError(f"{text} is no prepared set, so it has no part {part}: prepare it, or leave --part out")
 
 
-def measure_texts(model, tokenizer, args: argparse.Namespace) -> dict[str, Any]:
+def measure_text(model, tokenizer, text: str, how: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     from tokenformer.eval.perplexity import open_documents, perplexity
     from tokenformer.terminal import progress
 
-    out = {}
-    context = args.context or model.config.context
-    for text in args.text:
-        documents = open_documents(text, tokenizer, args.limit)
-        with progress(f"reading {Path(text).name}", None, " bytes") as advance:
-            measured = perplexity(
-                model,
-                documents,
-                tokenizer.end_of_document,
-                context=context,
-                stride=args.stride,
-                batch=max(1, args.batch_tokens // context),
-                advance=advance,
-            )
-        out[text] = measured.to_dict()
-    return out
+    documents = open_documents(
+        text, tokenizer, args.limit, field=args.field, part=args.part, shares=how["shares"] or [1.0]
+    )
+    with progress(f"reading {Path(text).name}", None, " bytes") as advance:
+        measured = perplexity(
+            model,
+            documents,
+            tokenizer.end_of_document,
+            context=how["context"],
+            stride=how["stride"],
+            batch=max(1, args.batch_tokens // how["context"]),
+            advance=advance,
+        )
+    return measured.to_dict()
 
 
-def measure_tasks(model, tokenizer, names: list[str], args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def measure_tasks(
+    model, tokenizer, names: list[str], context: int, args: argparse.Namespace
+) -> tuple[dict[str, Any], str]:
     """By the harness where it is, else natively from local files."""
     from tokenformer.eval.tasks import run_tasks
     from tokenformer.terminal import progress
@@ -123,16 +154,14 @@ def measure_tasks(model, tokenizer, names: list[str], args: argparse.Namespace) 
             if args.data_dir is None:
                 raise
         else:
-            ours = harness.HarnessModel(model, tokenizer, batch_tokens=args.batch_tokens)
-            found = harness.run_harness(ours, names, data_dir=args.data_dir, limit=args.limit, log_samples=False)
+            ours = harness.HarnessModel(model, tokenizer, max_length=context, batch_tokens=args.batch_tokens)
+            found = harness.run_harness(ours, names, data_dir=args.data_dir, limit=args.limit)
             return harness.metrics(found), "lm_eval"
     from tokenformer.infer.packed import Packed
 
     with progress("scoring", None) as advance:
-        packed = Packed(model)
-        found = run_tasks(
-            packed, tokenizer, names, args.data_dir, limit=args.limit, tokens=args.batch_tokens, advance=advance
-        )
+        how = {"limit": args.limit, "context": context, "tokens": args.batch_tokens}
+        found = run_tasks(Packed(model), tokenizer, names, args.data_dir, **how, advance=advance)
     return found, "native"
 
 
@@ -141,7 +170,7 @@ def show(name: str, results: dict[str, Any]) -> None:
     from tokenformer.eval.tasks import TASKS
     from tokenformer.terminal import table
 
-    if "texts" in results:
+    if results.get("texts"):
         head = ["text", "loss", "perplexity", "bits a token", "bits a byte", "tokens", "bytes"]
         keys = ("loss", "perplexity", "bits_per_token", "bits_per_byte")
         rows = [
@@ -155,6 +184,10 @@ def show(name: str, results: dict[str, Any]) -> None:
         table(["task", "measure", "value"], rows, title=f"by {results['scorer']}")
         if len(others) < len(results["tasks"]):
             printed = {task: TASKS[task].printed for task in TASKS}
+            cut = results["limit"] is not None and any(
+                m.get("rows") == results["limit"] for m in results["tasks"].values()
+            )
+            name = f"{name} (first {results['limit']} rows)" if cut else name
             rows = beside_paper(name, results["tasks"], printed)
             table(HEAD, rows, title="accuracies in %, beside the paper's (HellaSwag and ARC-C: acc_norm)")
 

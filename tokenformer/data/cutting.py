@@ -97,6 +97,6 @@ def cut_near(text: str, rule: re.Pattern, start: int, where: str, limit: int | N
         if size >= LONGEST:
             raise UserError(
                 f"{where} has {LONGEST:,} characters without the end of a word, where it could be cut: "
-                "leave it out (--on-error skip)"
+                "put spaces into it"
             )
         size *= 2

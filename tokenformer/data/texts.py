@@ -31,6 +31,7 @@ class Reading:
     before: str | None = None  # text: a line that begins a document and belongs to it
     heading: str | None = None  # rows: a pattern that begins a document; the rows up to the next one are joined to it
     on_error: Literal["stop", "skip"] = "stop"
+    can_skip: bool = True  # whether the user can choose on_error, so that a refusal may name it
 
 
 class Unit(NamedTuple):
@@ -89,9 +90,12 @@ def _document(text: str, where: str, how: Reading, cuts: re.Pattern | None) -> I
 
 def _left_out(sentence: str, how: Reading) -> Unit:
     if how.on_error == "stop":
-        hint = "" if "--on-error" in sentence else ", or leave such documents out (--on-error skip)"
-        raise UserError(sentence + hint)
+        raise _refusal(sentence, how)
     return Unit(sentence, left_out="skipped")
+
+
+def _refusal(sentence: str, how: Reading) -> UserError:
+    return UserError(sentence + (", or leave such documents out (--on-error skip)" if how.can_skip else ""))
 
 
 def _rows(rows: Iterator[tuple[str, str | _Bad]], how: Reading, cuts: re.Pattern | None) -> Iterator[Unit]:
@@ -156,8 +160,9 @@ def _parquet_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[s
     number = 0
     try:
         table = parquet.ParquetFile(seekable(stream), pre_buffer=False)
+        names = ", ".join(table.schema_arrow.names)
         if how.field not in table.schema_arrow.names:
-            raise UserError(f"{name} has no column '{how.field}' (it has {', '.join(table.schema_arrow.names)})")
+            raise UserError(f"{name} has no column '{how.field}': name the right one with --field ({names})")
         size = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
         rows = max(1, min(64, (1 << 22) * table.metadata.num_rows // max(1, size)))  # large documents come one by one
         for batch in table.iter_batches(batch_size=rows, columns=[how.field]):
@@ -186,9 +191,7 @@ def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) ->
             more = decoder.decode(block, final)
         except UnicodeDecodeError as error:
             place = fed - pending + error.start
-            raise UserError(
-                f"{name} is not UTF-8 (byte {place:,}): convert it, or leave such documents out (--on-error skip)"
-            ) from None
+            raise _refusal(f"{name} is not UTF-8 (byte {place:,}): convert it", how) from None
         text += more.removeprefix("\ufeff") if fed == 0 else more
         fed += len(block)
         start = 0
@@ -199,9 +202,12 @@ def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) ->
         searched = max(start, len(text) - len(mark or "") + 1)  # behind it a mark may have begun
         if not skipping and cuts is not None and not final:
             where = f"{name}, document {number}," if mark else name
-            while len(text) - start > 2 * FRAGMENT and (stop := cut_near(text, cuts, start, where, searched)):
-                yield Unit(text[start:stop], last=False)
-                start, opened = stop, True
+            try:
+                while len(text) - start > 2 * FRAGMENT and (stop := cut_near(text, cuts, start, where, searched)):
+                    yield Unit(text[start:stop], last=False)
+                    start, opened = stop, True
+            except UserError as error:
+                raise _refusal(str(error), how) from None
         text, searched = text[start:], searched - start
     if text or opened or number == 1:  # nothing after the last separator is no document
         yield from _close(text, opened, f"{name}, document {number}," if mark else name, how, cuts)

@@ -3,9 +3,11 @@
 python -m tokenformer.eval.harness --model tokenformer --model_args pretrained=my-folder --tasks piqa [--data-dir DIR]
 
 Unusual: several GPUs (torchrun) share the requests inside the model; the harness sees one. With --data-dir it works
-from local files: tasks of the same names are written for them, and nothing is fetched.
+from local files: tasks of the same names are written for them, and nothing is fetched. The harness's own models
+(--model hf) are there too.
 """
 
+import argparse
 import contextlib
 import json
 import math
@@ -20,15 +22,16 @@ from tokenformer.errors import UserError
 from tokenformer.eval.perplexity import windows
 from tokenformer.eval.ranks import leave, local_device, rank, spread
 from tokenformer.eval.source import open_model
-from tokenformer.eval.tasks import TASKS, task_file
+from tokenformer.eval.tasks import TASKS, check_pairs, mean_and_error, read_rows, task_file
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.sampling import Sampling
 from tokenformer.infer.scoring import score
 from tokenformer.infer.text import continue_ids
 
 try:
+    import lm_eval.models  # registers the harness's own, which it otherwise does only where there is no other
     from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
+    from lm_eval.api.registry import model_registry, register_model
 except ImportError as error:
     raise UserError(
         f"the harness is not installed ({error}): pip install 'tokenformer[eval]', or score natively from --data-dir"
@@ -62,8 +65,11 @@ _TEXTS["arc_challenge"] = _TEXTS["arc_easy"]
 
 
 def write_tasks(names: Sequence[str], data_dir: str | Path, folder: Path) -> None:
-    """Task files of the harness (YAML) for the rows in `data_dir`."""
+    """Task files of the harness (YAML) for the rows in `data_dir`, which are all checked: it reads all of them."""
     for name in names:
+        if name not in TASKS:
+            raise UserError(f"'{name}' has no local form: with --data-dir tasks are {', '.join(TASKS)}")
+        read_rows(name, data_dir)
         task = TASKS[name]
         config = {
             "task": name,
@@ -86,13 +92,36 @@ def write_tasks(names: Sequence[str], data_dir: str | Path, folder: Path) -> Non
 
 
 def offline() -> None:
-    """Nothing is fetched from here on."""
+    """Nothing is fetched from here on: by processes that we start, and by libraries that are imported already."""
     import datasets
+    import huggingface_hub
 
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ[name] = "1"
-    datasets.config.HF_DATASETS_OFFLINE = True
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
     datasets.disable_progress_bars()
+
+
+@contextlib.contextmanager
+def _sentences() -> Iterator[None]:
+    """What may go wrong with tasks and their data, in a sentence."""
+    import datasets
+
+    try:
+        yield
+    except ValueError as error:
+        name = str(error).removeprefix("Tasks not found: ")
+        if name == str(error):
+            raise
+        raise UserError(f"the harness knows no task '{name}': see `lm-eval ls tasks`") from None
+    except ConnectionError as error:
+        raise UserError(
+            f"the data of a task cannot be fetched ({error}): go online, or give local files with --data-dir"
+        ) from None
+    except datasets.exceptions.DatasetGenerationError as error:
+        why = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"the data of a task cannot be read ({why}): get them anew") from None
 
 
 @register_model("tokenformer")
@@ -101,16 +130,22 @@ class HarnessModel(TemplateLM):
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         tokenizer: Any = None,
         device: str | None = None,
         dtype: str | None = None,
         batch_size: int | str | None = None,
         max_length: int | None = None,
         batch_tokens: int = 16384,
-        **_: Any,
+        max_batch_size: int | None = None,
+        trust_remote_code: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__()
+        if others or pretrained is None:
+            what = f"knows no '{next(iter(others))}'" if others else "needs pretrained=MODEL"
+            names = "pretrained, tokenizer, device, dtype, batch_size, max_length, batch_tokens"
+            raise UserError(f"--model_args of tokenformer {what}: give some of {names}")
         if isinstance(pretrained, str | Path):
             pretrained, tokenizer = open_model(
                 pretrained, tokenizer=tokenizer, device=local_device(device), dtype=dtype
@@ -120,6 +155,7 @@ class HarnessModel(TemplateLM):
         self.max_length = min(int(max_length or pretrained.config.context), pretrained.config.context)
         self.batch_tokens = int(batch_tokens)
         self.batch = int(str(batch_size)) if str(batch_size).isdigit() else 32
+        self.whose: list[str] = []  # task and row of each request, for what must be refused
 
     @property
     def eot_token_id(self) -> int:
@@ -132,8 +168,13 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self.words.encode(string)
 
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list:
+        self.whose = [f"{r.task_name}, row {(r.doc_id or 0) + 1}," for r in requests]
+        return super().loglikelihood(requests, disable_tqdm)
+
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, **kwargs: Any) -> list:
         pairs = [(before, after) for _, before, after in requests]
+        check_pairs(pairs, self.whose, self.max_length)
         return [tuple(s) for s in self._score(pairs, quiet=disable_tqdm)]
 
     def _score(self, pairs: list, quiet: bool) -> list:
@@ -214,7 +255,6 @@ def run_harness(
     model: Any, names: Sequence[str], *, data_dir: str | Path | None = None, limit: int | None = None, **keys: Any
 ) -> dict[str, Any]:
     """Results and samples of the harness: tasks by name, from the hub or from local files."""
-    import lm_eval
     from lm_eval.tasks import TaskManager
 
     with contextlib.ExitStack() as stack:
@@ -227,6 +267,7 @@ def run_harness(
             offline()
             folder = stack.enter_context(local_tasks(names, data_dir))
             manager = TaskManager(include_path=str(folder), include_defaults=False)
+        stack.enter_context(_sentences())
         return (
             lm_eval.simple_evaluate(
                 model=model, tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, **keys
@@ -246,34 +287,72 @@ def metrics(results: dict[str, Any]) -> dict[str, dict[str, float]]:
             for name in {"acc", "acc_norm"} & out[task].keys():  # of ones and zeros
                 share = out[task][name]
                 out[task][f"{name}_stderr"] = math.sqrt(share * (1 - share) / max(1, rows - 1))
+            if "perplexity" in out[task] and task in results.get("samples", {}):
+                chances = [sample["perplexity"] for sample in results["samples"][task]]
+                out[task]["perplexity_stderr"] = out[task]["perplexity"] * mean_and_error(chances)[1]
     return out
+
+
+def _take_data_dir(words: list[str]) -> tuple[str | None, list[str]]:
+    """Our own option out of the harness's command line; the rest as it stood.
+
+    >>> _take_data_dir(["--tasks", "piqa", "--data-dir=rows", "--device", "cpu"])
+    ('rows', ['--tasks', 'piqa', '--device', 'cpu'])
+    """
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--data-dir":
+            value = value if equals else (words[i + 1 : i + 2] or [""])[0]
+            if not value or (value.startswith("-") and not equals):
+                raise UserError("--data-dir names no folder: say where the files of the tasks are")
+            return value, words[:i] + words[i + (1 if equals else 2) :]
+    return None, words
+
+
+def _prepare(args: argparse.Namespace, data_dir: str | None, stack: contextlib.ExitStack) -> None:
+    """Looks at what the harness was asked before it begins; local tasks, and the device, where none is named."""
+    import torch
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    given = EvaluatorConfig.load_yaml_config(args.config) if args.config else {}
+    tasks, model = args.tasks or given.get("tasks") or [], args.model or given.get("model") or "hf"
+    names = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks) if name.strip()]
+    if not names:
+        raise UserError("there is nothing to measure: give --tasks")
+    args.tasks = names
+    if model not in model_registry:
+        raise UserError(f"the harness knows no model '{model}': give tokenformer, hf or another of its own")
+    if data_dir is not None:
+        offline()
+        args.include_path = str(stack.enter_context(local_tasks(names, data_dir)))
+    if args.device is None and "device" not in given:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if model.startswith("hf") or model == "huggingface":
+        with contextlib.suppress(ImportError):
+            import tokenformer.hub.hf  # noqa: F401 (an exported folder of ours is known to it)
 
 
 def main() -> int:
     """The harness's own command line; --data-dir is ours."""
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.__main__ import HarnessCLI, setup_logging
 
-    arguments, data_dir = sys.argv[1:], None
-    for i, word in enumerate(arguments):
-        if word == "--data-dir":
-            data_dir = arguments[i + 1] if i + 1 < len(arguments) else None
-            del arguments[i : i + 2]
-            break
-    with contextlib.ExitStack() as stack:
-        if data_dir is not None:
-            offline()
-            here = [name for name in TASKS if any(Path(data_dir).glob(TASKS[name].file + ".jsonl*"))]
-            arguments += ["--include_path", str(stack.enter_context(local_tasks(here, data_dir)))]
-        if rank() != 0:  # it has the same results; one of them speaks
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        sys.argv = [sys.argv[0], *arguments]
-        try:
-            cli_evaluate()
-        except UserError as error:
-            print(f"tokenformer: {error}", file=sys.stderr)
-            return 2
-        finally:
-            leave()
+    setup_logging()
+    try:
+        with contextlib.ExitStack() as stack:
+            if rank() != 0:  # it has the same results; one of them speaks
+                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            data_dir, sys.argv[1:] = _take_data_dir(sys.argv[1:])
+            cli = HarnessCLI()
+            args = cli.parse_args()
+            if args.command == "run":
+                _prepare(args, data_dir, stack)
+            with _sentences():
+                cli.execute(args)
+    except UserError as error:
+        print(f"tokenformer: {error}", file=sys.stderr)
+        return 2
+    finally:
+        leave()
     return 0
 
 

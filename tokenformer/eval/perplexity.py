@@ -1,9 +1,11 @@
 """Loss, perplexity, bits per token and per byte of texts and prepared sets, with a sliding window.
 
 Unusual: every token of a text is a target exactly once; the token that ends a document comes before its first token,
-is never a target itself, and its byte is never counted.
+is never a target itself, and has no byte. Where a text itself names it (<|endoftext|>), it is left out.
 """
 
+import bisect
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.data.indexed import Indexed, find_prefix
+from tokenformer.data.samples import PARTS, part_edges
 from tokenformer.data.sources import find_sources
 from tokenformer.data.texts import Reading, read_units
 from tokenformer.data.tokenizer import Tokenizer
@@ -82,6 +85,18 @@ def windows(targets: int, context: int, stride: int) -> Iterator[Window]:
         done = stop
 
 
+def window(longest: int, context: int | None, stride: int | None) -> tuple[int, int]:
+    """The window and its stride, given or by default; `longest` is the model's context.
+
+    >>> window(2048, None, None)
+    (2048, 1024)
+    """
+    context = longest if context is None else context
+    if not 0 < context <= longest:
+        raise UserError(f"the window is {context}, but must be 1 to {longest} (the model's context)")
+    return context, max(1, context // 2) if stride is None else stride
+
+
 @torch.no_grad()
 def window_nats(model: LanguageModel, parts: Sequence[tuple[Tensor, int]], batch: int) -> list[float]:
     """Σ −log p over the counted targets of each part (ids of a window and one more, how many at its end count)."""
@@ -121,10 +136,7 @@ def perplexity(
     advance: Callable[[float], object] = lambda count: None,
 ) -> Perplexity:
     """Over documents, each by itself after the token `first`; `stride` defaults to half the window."""
-    context = context or model.config.context
-    if context > model.config.context:
-        raise UserError(f"the window is {context}, but the model's context is {model.config.context}")
-    stride = stride or max(1, context // 2)
+    context, stride = window(model.config.context, context, stride)
     begun, count, size, read, nats = time.perf_counter(), 0, 0, 0, 0.0
 
     def run(parts: list[tuple[Tensor, int]]) -> float:
@@ -146,13 +158,20 @@ def perplexity(
     return Perplexity(nats, count, size, read, time.perf_counter() - begun)
 
 
-def open_documents(path: str | Path, tokenizer: Tokenizer, limit: int | None = None) -> Iterator[Document]:
-    """Documents of a prepared set (its end tokens left out), or of text files (one each; rows of .jsonl, .parquet)."""
-    documents = _prepared(path, tokenizer) if is_prepared(path) else _texts(path, tokenizer)
-    for i, document in enumerate(documents):
-        if limit is not None and i >= limit:
-            return
-        yield document
+def open_documents(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    limit: int | None = None,
+    *,
+    field: str = "text",
+    part: str | None = None,
+    shares: Sequence[float] = (1.0,),
+) -> Iterator[Document]:
+    """Documents of a prepared set (`part` of it, cut by `shares`), or of text files (one each; rows of .jsonl, .parquet
+    by their `field`). End tokens are left out.
+    """
+    found = _prepared(path, tokenizer, part, shares) if is_prepared(path) else _texts(path, tokenizer, field)
+    return itertools.islice(found, limit)
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -163,22 +182,34 @@ def is_prepared(path: str | Path) -> bool:
     return Path(path).suffix in ("", ".bin", ".idx") or not Path(path).is_file()
 
 
-def _prepared(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]:
+def _prepared(path: str | Path, tokenizer: Tokenizer, part: str | None, shares: Sequence[float]) -> Iterator[Document]:
     held = Indexed(path, vocab=tokenizer.vocab_size)
-    for i in range(held.documents):
-        ids = held.document(i)
+    start, stop = 0, len(held.tokens)
+    if part is not None:
+        edges, _ = part_edges(held, shares)
+        start, stop = edges[PARTS.index(part) :][:2]
+    first = bisect.bisect_right(range(held.documents), start, key=lambda i: held.document_start(i + 1))
+    for i in range(first, held.documents):
+        begin, end = max(start, held.document_start(i)), min(stop, held.document_start(i + 1))
+        if begin >= stop:
+            return
+        ids = held.span(begin, end)
         ids = ids[ids != tokenizer.end_of_document].astype("int64")
         yield Document(ids, len(tokenizer.decode(ids.tolist()).encode()))
 
 
-def _texts(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]:
+def _texts(path: str | Path, tokenizer: Tokenizer, field: str) -> Iterator[Document]:
+    end = tokenizer.end_of_document
+    end_bytes = len(tokenizer.decode([end]).encode())
     for source in find_sources([path]):
         ids, size = [], 0
-        for unit in read_units(source, Reading(), tokenizer.cuts):
+        for unit in read_units(source, Reading(field=field, can_skip=False), tokenizer.cuts):
             if unit.left_out:
                 continue
-            ids += tokenizer.encode(unit.text)
-            size += len(unit.text.encode())
+            encoded = tokenizer.encode(unit.text)
+            kept = [i for i in encoded if i != end]
+            ids += kept
+            size += len(unit.text.encode()) - end_bytes * (len(encoded) - len(kept))
             if unit.last:
                 yield Document(ids, size)
                 ids, size = [], 0

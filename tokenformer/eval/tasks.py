@@ -47,6 +47,8 @@ def _arc(row: dict[str, Any]) -> Question:
 def _winogrande(row: dict[str, Any]) -> Question:
     """The same ending after either option: which beginning makes it likelier."""
     before, _, after = row["sentence"].partition("_")
+    if row["sentence"].count("_") != 1:
+        raise ValueError("its sentence needs one _")
     options = [before + row["option1"], before + row["option2"]]
     pairs = [(option, " " + after.strip()) for option in options]
     return Question(pairs, int(row["answer"]) - 1, [len(option) for option in options])
@@ -80,6 +82,8 @@ TASKS = {
 
 def task_file(name: str, folder: str | Path) -> Path:
     """Where a task's rows are: .jsonl or .jsonl.xz."""
+    if not Path(folder).is_dir():
+        raise UserError(f"there is no folder {folder}: say with --data-dir where the files of the tasks are")
     for ending in (".jsonl", ".jsonl.xz"):
         path = Path(folder) / (TASKS[name].file + ending)
         if path.is_file():
@@ -88,6 +92,7 @@ def task_file(name: str, folder: str | Path) -> Path:
 
 
 def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a task's file, each looked at: what cannot be asked is refused by its line."""
     path = task_file(name, folder)
     rows = []
     try:
@@ -95,16 +100,41 @@ def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[d
             for number, line in enumerate(file, 1):
                 if limit is not None and len(rows) >= limit:
                     break
-                row = json.loads(line)
-                missing = [field for field in TASKS[name].fields if field not in row]
-                if missing:
-                    raise UserError(f"{path}, line {number} lacks {', '.join(missing)}: see docs/evaluation.md")
-                rows.append(row)
+                if not line.isspace():
+                    rows.append(json.loads(line))
+                    _check_row(TASKS[name], rows[-1], f"{path}, line {number}")
     except (ValueError, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{path} is not JSON lines ({error}): get it anew") from None
     if not rows:
         raise UserError(f"{path} has no rows: get it anew")
     return rows
+
+
+def _check_row(task: Task, row: Any, where: str) -> None:
+    missing = [field for field in task.fields if not isinstance(row, dict) or row.get(field) is None]
+    if missing:
+        raise UserError(f"{where} lacks {', '.join(missing)}: see docs/evaluation.md")
+    try:
+        question = task.ask(row)
+        if not 0 <= question.gold < len(question.pairs):
+            raise ValueError(f"its right answer is none of the {len(question.pairs)} choices")
+        if "acc_norm" in task.measures and not all(question.lengths):
+            raise ValueError("a choice is empty")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{where} cannot be asked ({error}): mend it, see docs/evaluation.md") from None
+
+
+def check_pairs(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], whose: Sequence[str], context: int) -> None:
+    """Refuse what cannot be scored before anything is; `whose` says of each pair which task and row it is of.
+
+    Unusual: so does lm_eval's own model, but by an assertion; a cut continuation would be the answer of nobody.
+    """
+    for (_, after), where in zip(pairs, whose, strict=True):
+        if not 0 < len(after) <= context:
+            raise UserError(
+                f"{where} has a continuation of {len(after):,} tokens, but must have 1 to {context:,} (the context): "
+                "leave the task out of --tasks, or take a model of a longer context"
+            )
 
 
 def encode_pair(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
@@ -137,13 +167,22 @@ def measure(task: Task, questions: Sequence[Question], results: Sequence[Sequenc
             counts["acc_norm"].append(float(_best(each) == question.gold))
     out: dict[str, float] = {}
     for name, values in counts.items():
-        mean = sum(values) / len(values)
-        spread_of = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
-        error = math.sqrt(spread_of / len(values))
+        mean, error = mean_and_error(values)
         if name == "perplexity":
             mean, error = math.exp(-mean), math.exp(-mean) * error
         out |= {name: mean, f"{name}_stderr": error}
     return out | {"rows": len(questions)}
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error.
+
+    >>> mean_and_error([1.0, 3.0])
+    (2.0, 1.0)
+    """
+    mean = sum(values) / len(values)
+    spread_of = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
+    return mean, math.sqrt(spread_of / len(values))
 
 
 def _best(values: list[float]) -> int:
@@ -157,19 +196,26 @@ def run_tasks(
     folder: str | Path,
     *,
     limit: int | None = None,
+    context: int | None = None,
     tokens: int = 16384,
     advance: Callable[[float], object] = lambda count: None,
 ) -> dict[str, dict[str, float]]:
     """Measures of each task on the files of a folder."""
     rows = {name: read_rows(name, folder, limit) for name in names}  # all files are looked at before any is scored
+    questions = {name: [TASKS[name].ask(row) for row in rows[name]] for name in names}
+    encoded = {}
+    for name in names:
+        encoded[name] = [encode_pair(tokenizer, *pair) for question in questions[name] for pair in question.pairs]
+        whose = [f"{name}, row {i}," for i, question in enumerate(questions[name], 1) for _ in question.pairs]
+        check_pairs(encoded[name], whose, context or packed.config.context)
     out = {}
     for name in names:
-        questions = [TASKS[name].ask(row) for row in rows[name]]
-        pairs = [encode_pair(tokenizer, *pair) for question in questions for pair in question.pairs]
-        scored = spread(pairs, lambda some: score(packed, some, tokens=tokens, advance=advance))
+        scored = spread(
+            encoded[name], lambda some: score(packed, some, context=context, tokens=tokens, advance=advance)
+        )
         each, at = [], 0
-        for question in questions:
+        for question in questions[name]:
             each.append(scored[at : at + len(question.pairs)])
             at += len(question.pairs)
-        out[name] = measure(TASKS[name], questions, each)
+        out[name] = measure(TASKS[name], questions[name], each)
     return out
