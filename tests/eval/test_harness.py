@@ -137,6 +137,7 @@ MISTAKES = {
     "--tasks piqa --data-dir {rows}": "tokenformer needs pretrained=MODEL",
     "--tasks piqa --data-dir {rows} --model nothing": "the harness knows no model 'nothing'",
     "--num_fewshot 0": "there is nothing to measure",
+    "--tasks piqa --config /nope.yml": "--config /nope.yml cannot be read (Config file not found: /nope.yml)",
 }
 
 

@@ -314,7 +314,10 @@ def _prepare(args: argparse.Namespace, data_dir: str | None, stack: contextlib.E
     import torch
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
-    given = EvaluatorConfig.load_yaml_config(args.config) if args.config else {}
+    try:
+        given = EvaluatorConfig.load_yaml_config(args.config) if args.config else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"--config {args.config} cannot be read ({' '.join(str(error).split())}): check it") from None
     tasks, model = args.tasks or given.get("tasks") or [], args.model or given.get("model") or "hf"
     names = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks) if name.strip()]
     if not names:
