@@ -123,6 +123,8 @@ def test_a_part_of_a_set_is_what_data_split_writes(tokenizer, tmp_path, document
         assert [list(d.ids) for d in mine] == [list(d.ids) for d in alone]
         total += sum(len(d.ids) for d in mine)
     assert total == sum(len(d.ids) for d in open_documents(tmp_path / "set", tokenizer))
+    with pytest.raises(UserError, match=r"nothing in its part test, cut by \[95.0, 5.0, 0.0\]"):
+        list(open_documents(tmp_path / "set", tokenizer, part="test", shares=[95.0, 5.0, 0.0]))
 
 
 def test_a_uniform_model_has_eight_bits_a_byte_and_a_little(model):

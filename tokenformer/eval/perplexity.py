@@ -188,6 +188,8 @@ def _prepared(path: str | Path, tokenizer: Tokenizer, part: str | None, shares: 
     if part is not None:
         edges, _ = part_edges(held, shares)
         start, stop = edges[PARTS.index(part) :][:2]
+        if start == stop:
+            raise UserError(f"{path} has nothing in its part {part}, cut by {list(shares)}: measure another part")
     first = bisect.bisect_right(range(held.documents), start, key=lambda i: held.document_start(i + 1))
     for i in range(first, held.documents):
         begin, end = max(start, held.document_start(i)), min(stop, held.document_start(i + 1))

@@ -25,7 +25,10 @@ def pick_device(name: str | None) -> "torch.device":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"device is {name}, but torch sees no GPU here: give --device cpu")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device is '{name}': give cpu, cuda, or cuda:1 and so on") from None
 
 
 def pick_dtype(name: str | None, device: "torch.device") -> "torch.dtype | None":
