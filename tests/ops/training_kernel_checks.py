@@ -17,6 +17,7 @@ from tokenformer.models import LanguageModel
 from tokenformer.ops import pattention as ops
 from tokenformer.ops.cross_entropy import linear_cross_entropy
 from tokenformer.ops.pattention import THETAS, fused, pattention_group
+from tokenformer.train.wrap import again
 
 # rows, d_in, members: (segments, d_out)
 SHAPES = {
@@ -156,8 +157,13 @@ def check_loss(dtype: torch.dtype, vocab: int, rows: int, device: str) -> tuple[
     return max(far(found, truth), far([only], truth[:1])), far(run("reference", dtype), truth)
 
 
-def check_model(theta: str, device: str, compiler: str, shifted: bool = False) -> tuple[float, float]:
-    """A whole model of several segments, its loss and all gradients; `shifted`: each sample at positions of its own."""
+def check_model(
+    theta: str, device: str, compiler: str, shifted: bool = False, selective: bool = False
+) -> tuple[float, float]:
+    """A whole model of several segments, its loss and all gradients; `shifted`: each sample at positions of its own;
+
+    `selective`: products are kept, and what else backward needs is computed again.
+    """
     results = []
     for choice, dtype in (("reference", torch.float64), ("triton", torch.float32), ("reference", torch.float32)):
         ops.CHOICE = choice
@@ -168,6 +174,9 @@ def check_model(theta: str, device: str, compiler: str, shifted: bool = False) -
         with torch.no_grad():  # with its first keys a softmax is flat, and their gradients are rounding alone
             for name, p in model.named_parameters():
                 p.mul_(20 if name.endswith("key_tokens") else 1)
+        if selective:
+            for block in model.blocks:
+                again(block, selective=True)
         if compiler != "none":
             for block in model.blocks:
                 block.compile(backend=compiler, dynamic=False, fullgraph=True)
@@ -201,6 +210,7 @@ def main(device: str) -> dict:
         found["model"][theta] = check_model(theta, device, "none")
     found["model"]["compiled"] = check_model("l2_norm_gelu", device, "inductor" if gpu else "aot_eager")
     found["model"]["shifted"] = check_model("l2_norm_gelu", device, "none", shifted=True)
+    found["model"]["selective"] = check_model("l2_norm_gelu", device, "none", selective=True)
     found["second"] = check_second_derivative(device)
     return found
 

@@ -313,8 +313,9 @@ class Fused(torch.autograd.Function):
         outputs = [
             weights[:, place] @ v if base is None else torch.addmm(base, weights[:, place], v) for place, v in parts
         ]
-        for out in outputs[:2] if head_dim else ():
-            torch.ops.tokenformer.turn_(out, cos, sin, head_dim, False)
+        for i in range(2) if head_dim else ():
+            outputs[i] = outputs[i].clone()  # the compiler leaves it out; else a checkpoint may hold the product
+            torch.ops.tokenformer.turn_(outputs[i], cos, sin, head_dim, False)
         return *outputs, *([x.view_as(x)] if onto == "fork" else [])
 
     @staticmethod
@@ -353,10 +354,7 @@ def fused(
     residual: Tensor | None = None,
     turn: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
 ) -> list[Tensor]:
-    """`pattention_group`; `centred` takes the mean out of each key. `onto`, `residual` and `turn` (cos, sin,
-
-    head_dim): see Fused.
-    """
+    """`pattention_group`; `centred` takes the mean out of each key. Of the rest Fused tells; `turn`: cos, sin, head_dim."""
     flat, shape = x.flatten(0, -2), x.shape[:-1]
     keys = [_without_mean(key) if centred else key for segments in members for key, _, _ in segments]
     sizes = tuple(len(key) for key in keys)
