@@ -82,6 +82,8 @@ TASKS = {
 
 def task_file(name: str, folder: str | Path) -> Path:
     """Where a task's rows are: .jsonl or .jsonl.xz."""
+    if name not in TASKS:
+        raise UserError(f"'{name}' has no local form: with --data-dir tasks are {', '.join(TASKS)}")
     if not Path(folder).is_dir():
         raise UserError(f"there is no folder {folder}: say with --data-dir where the files of the tasks are")
     for ending in (".jsonl", ".jsonl.xz"):

@@ -196,10 +196,11 @@ class Attend:
     """Attention of the new positions, and their place in the cache."""
 
     def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
+        from tokenformer.ops.kernels import decode
+
         self.model, self.tuning, units = model, tuning, batch * model.config.heads
         self.split = 1 << (-(-tuning.slot_programs // units) - 1).bit_length()
-        width = max(16, 1 << (model.config.head_dim - 1).bit_length())
-        self.part = torch.empty(units * self.split * (width + 2), device=model.device)
+        self.part = torch.empty(units * self.split * (decode.channels(model.config.head_dim) + 2), device=model.device)
         self.counter = torch.zeros(units, dtype=torch.int32, device=model.device)
         if batch == 1:
             self.how = {"block": tuning.one_slots, "warps": tuning.one_slot_warps, "stages": 1}

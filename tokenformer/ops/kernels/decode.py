@@ -336,7 +336,7 @@ def attend(
     batch, heads, slots, dim = k_BHSC.shape
     _attention[(heads, batch, split)](
         qkv_MBD, k_BHSC, v_BHSC, cos, sin, positions_B, out_BD, part, counter, batch, slots, dim**-0.5,
-        H=heads, C=dim, CP=max(16, power_above(dim)), HALF=cos.shape[-1], BS=max(16, block), SPLIT=split,
+        H=heads, C=dim, CP=channels(dim), HALF=cos.shape[-1], BS=max(16, block), SPLIT=split,
         STAGES=stages, PRECISION=_precision(k_BHSC), PDL=pdl, num_warps=warps, **_launch(pdl),
     )  # fmt: skip
 
@@ -371,6 +371,11 @@ def up(n: int, by: int) -> int:
 
 def power_above(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def channels(head_dim: int) -> int:
+    """Of a head as attention holds it: what the matrix units take."""
+    return max(16, power_above(head_dim))
 
 
 def _power(n: int, most: int) -> int:

@@ -354,7 +354,7 @@ def fused(
     residual: Tensor | None = None,
     turn: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
 ) -> list[Tensor]:
-    """`pattention_group`; `centred` takes the mean out of each key. Of the rest Fused tells; `turn`: cos, sin, head_dim."""
+    """`pattention_group`; `centred` takes the mean out of each key. `turn`: cos, sin, head_dim; the rest: Fused."""
     flat, shape = x.flatten(0, -2), x.shape[:-1]
     keys = [_without_mean(key) if centred else key for segments in members for key, _, _ in segments]
     sizes = tuple(len(key) for key in keys)
