@@ -1,4 +1,4 @@
-"""What a training step cannot beat on this GPU: its matrix products (cuBLAS) and its attention (cuDNN) alone.
+"""What a training step cannot beat on this GPU: its matrix products (cuBLAS) and attention (cuDNN) alone; then with Θ.
 
   python benchmarks/bound.py [--model lm/150m] [--samples 16] [--seconds 4]
 
@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tokenformer.config import ModelConfig, load
 from tokenformer.models.cost import cost
 from tokenformer.ops.cross_entropy import ROWS
+from tokenformer.ops.kernels.pattention import padded
 
 PEAK = 989e12
 
@@ -28,7 +29,7 @@ def shapes(c: ModelConfig, rows: int) -> Iterator[tuple[str, int, int, int]]:
     """Layout and m, n, k of every product of a step: nt and tn have an operand the other way round."""
     for layer in range(c.layers):
         for which, members in (("qkv", 3), ("proj", 1), ("ffn", 1)):
-            tokens = sum(-(-n // 64) * 64 for n, _ in c.segments(which, layer))
+            tokens = sum(padded(n) for n, _ in c.segments(which, layer))
             for layout, m, n, k, count in (
                 ("nt", rows, members * tokens, c.dim, 1),  # scores
                 ("nn", rows, c.dim, tokens, members),  # outputs
@@ -71,6 +72,26 @@ def attention(c: ModelConfig, samples: int) -> Callable[[], None]:
     return work
 
 
+def activation(c: ModelConfig, rows: int) -> Callable[[], None]:
+    """Θ and its gradient by our kernels."""
+    work = []
+    for which, members in (("qkv", 3), ("proj", 1), ("ffn", 1)):
+        sizes, taus = zip(*c.segments(which, 0), strict=True)
+        layout = [*sizes] * members, [len(sizes)] * members, [*taus] * members, c.theta
+        columns = sum(map(padded, sizes))
+        scores = torch.randn(rows, members * columns, device="cuda", dtype=torch.bfloat16)
+        grads = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(members)]
+        work.append((scores, grads, layout))
+
+    def all_layers() -> None:
+        for _ in range(c.layers):
+            for scores, grads, layout in work:
+                _, totals = torch.ops.tokenformer.theta(scores, *layout)
+                torch.ops.tokenformer.theta_backward(grads, scores, totals, *layout)
+
+    return all_layers
+
+
 def timed(work: Callable[[], None], seconds: float) -> float:
     """Seconds of one of them, over at least so many."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -94,9 +115,10 @@ def main() -> None:
     args = parser.parse_args()
     c = load(args.model).model
     tokens = args.samples * c.context
-    flops = tokens * (3 * cost(c).parameter_flops + 6 * c.layers * c.dim * c.context)
-    mm, sdpa = products(c, tokens), attention(c, args.samples)
-    for name, parts in {"products": [mm], "attention": [sdpa], "products and attention": [mm, sdpa]}.items():
+    flops, scores = tokens * 3 * cost(c).parameter_flops, tokens * 6 * c.layers * c.dim * c.context
+    every = {"products": products(c, tokens), "attention": attention(c, args.samples), "theta": activation(c, tokens)}
+    for name in (*every, "products, attention", "products, attention, theta"):
+        parts = [every[part] for part in name.split(", ")]
 
         def work(parts: list[Callable[[], None]] = parts) -> None:
             for part in parts:
@@ -108,10 +130,15 @@ def main() -> None:
         burst = timed(work, 0.0)
         timed(work, args.seconds / 2)
         sustained = timed(work, args.seconds / 2)
-        line = {"name": "bound of a step", "model": args.model, "part": name, "samples": args.samples}
-        line |= {"burst_ms": round(burst * 1000, 2), "value": round(sustained * 1000, 2), "unit": "ms sustained"}
-        line |= {"mfu": round(flops / sustained / PEAK, 4), "tokens_per_second": round(tokens / sustained)}
-        print(json.dumps(line | {"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
+        line = {
+            "name": "bound of a step", "model": args.model, "part": name, "samples": args.samples, "context": c.context,
+            "burst_ms": round(burst * 1000, 2), "value": round(sustained * 1000, 2), "unit": "ms sustained",
+            "mfu": round((flops + scores) / sustained / PEAK, 4),
+            "mfu_double_count": round((flops + 2 * scores) / sustained / PEAK, 4),
+            "tokens_per_second": round(tokens / sustained), "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        }  # fmt: skip
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 A cell is preset:projection:rows, projection one of qkv (three in one), proj and ffn. bf16, without the residual stream.
 The roofline is the larger of two times: products at the rate of an 8192³ one, fewest bytes at the rate of a large copy,
-both measured first. Prints JSON lines; before timing, outputs and gradients are compared.
+both measured first. All of them in bursts of 80 ms, of which the power limit knows nothing (bound.py says what lasts).
+Prints JSON lines; before timing, outputs and gradients are compared.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from step import commit
 from torch import Tensor
 from triton.testing import do_bench
@@ -20,7 +22,9 @@ from triton.testing import do_bench
 from tokenformer.config import load
 from tokenformer.ops.pattention import bytes_moved, flops, pattention_group
 
-CELLS = ["lm/150m:qkv:32768", "lm/150m:ffn:32768", "lm/1.5b:ffn:16384", "grow/354m:ffn:32768", "grow/1.4b:ffn:16384"]
+CELLS = ["lm/150m:qkv:32768", "lm/150m:proj:32768", "lm/150m:ffn:32768", "lm/1.5b:qkv:16384", "lm/1.5b:ffn:16384"]
+CELLS += ["grow/354m:ffn:32768", "grow/1.4b:ffn:16384"]
+torch._functorch.config.donated_buffer = False  # backward is timed again and again, over one graph
 
 
 def milliseconds(work) -> float:
@@ -31,9 +35,8 @@ def ceilings() -> tuple[float, float]:
     """FLOP/s of a large product, bytes/s of a large copy (read and written)."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     from_, to = (torch.empty(1 << 31, device="cuda", dtype=torch.uint8) for _ in range(2))
-    return 2 * 8192**3 / milliseconds(lambda: a @ b) * 1e3, 2 * from_.numel() / milliseconds(
-        lambda: to.copy_(from_)
-    ) * 1e3
+    product, copy = milliseconds(lambda: a @ b), milliseconds(lambda: to.copy_(from_))
+    return 2 * 8192**3 / product * 1e3, 2 * from_.numel() / copy * 1e3
 
 
 def draw(preset: str, projection: str, rows: int):
@@ -64,10 +67,8 @@ def measure(cell: str, ceiling: tuple[float, float]) -> dict:
         times[name] = (round(forward, 3), round(backward, 3))
         del outputs
     far = max(((a - b).norm() / b.norm()).item() for a, b in zip(results["triton"], results["reference"], strict=True))
-    work = flops(int(rows), dim, dim, tokens)
-    floor = (
-        max(work / ceiling[0], bytes_moved(int(rows), dim, dim, tokens) / ceiling[1]) * 3e3
-    )  # backward is twice that
+    work, moved = flops(int(rows), dim, dim, tokens), bytes_moved(int(rows), dim, dim, tokens)
+    floor = 3e3 * max(work / ceiling[0], moved / ceiling[1])  # backward is twice forward
     ours, rival = sum(times["triton"]), sum(times["compiled"])
     return {
         "name": "pattention, forward and backward", "model": cell, "value": round(ours, 3), "unit": "ms",
