@@ -3,17 +3,21 @@
   python benchmarks/bound.py [--model lm/150m] [--samples 16] [--seconds 4]
 
 A product that reaches 79 % of the peak in a burst reaches less through seconds, where the power limit lowers the clock:
-so each part is timed in a burst and sustained. Random bf16 numbers. Prints JSON lines; MFU as in step.py, for a step
-that would consist of that part alone.
+so each part is timed in a burst and sustained, with the energy it takes; beside Θ a plain copy of as many bytes. Random
+bf16 numbers. Prints JSON lines; MFU as in step.py, for a step that would consist of that part alone.
 """
 
 import argparse
+import ctypes
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from step import PEAK, commit, parsed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -21,8 +25,6 @@ from tokenformer.config import ModelConfig, load
 from tokenformer.models.cost import cost
 from tokenformer.ops.cross_entropy import ROWS
 from tokenformer.ops.kernels.pattention import padded
-
-PEAK = 989e12
 
 
 def shapes(c: ModelConfig, rows: int) -> Iterator[tuple[str, int, int, int]]:
@@ -45,10 +47,11 @@ def shapes(c: ModelConfig, rows: int) -> Iterator[tuple[str, int, int, int]]:
 
 
 def products(c: ModelConfig, rows: int) -> Callable[[], None]:
-    every, held = list(shapes(c, rows)), {}
+    every = list(shapes(c, rows))
 
+    @functools.cache
     def matrix(which: int, m: int, n: int) -> Tensor:
-        return held.setdefault((which, m, n), torch.randn(m, n, device="cuda", dtype=torch.bfloat16))
+        return torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
 
     def work() -> None:
         for layout, m, n, k in every:
@@ -92,8 +95,42 @@ def activation(c: ModelConfig, rows: int) -> Callable[[], None]:
     return all_layers
 
 
-def timed(work: Callable[[], None], seconds: float) -> float:
-    """Seconds of one of them, over at least so many."""
+def copies(c: ModelConfig, rows: int) -> Callable[[], None]:
+    """Of as many bytes as Θ and its gradient read and write: two passes over the scores, then four."""
+    columns = sum(m * padded(n) for which, m in (("qkv", 3), ("proj", 1), ("ffn", 1)) for n, _ in c.segments(which, 0))
+    scores = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    to = torch.empty_like(scores)
+
+    def all_layers() -> None:
+        for _ in range(3 * c.layers):
+            to.copy_(scores)
+
+    return all_layers
+
+
+@functools.cache
+def counter() -> Callable[[], float]:
+    """Joules that the GPU has taken since its driver was loaded."""
+    nvml, gpu, millijoules = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_ulonglong()
+
+    def ask(function: str, *arguments: Any) -> None:
+        if failed := getattr(nvml, function)(*arguments):
+            raise RuntimeError(f"the driver does not tell the energy: {function} gives error {failed}")
+
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # NVML counts GPUs that are hidden from us
+    ask("nvmlInit_v2")
+    ask("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(gpu))
+
+    def read() -> float:
+        ask("nvmlDeviceGetTotalEnergyConsumption", gpu, ctypes.byref(millijoules))
+        return millijoules.value / 1000
+
+    return read
+
+
+def timed(work: Callable[[], None], seconds: float) -> tuple[float, float]:
+    """Seconds and joules of one of them, over at least so many seconds."""
+    before = counter()()
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     count, begun = 0, time.perf_counter()
     start.record()
@@ -104,7 +141,7 @@ def timed(work: Callable[[], None], seconds: float) -> float:
             torch.cuda.synchronize()
     stop.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(stop) / 1000 / count
+    return start.elapsed_time(stop) / 1000 / count, (counter()() - before) / count
 
 
 def main() -> None:
@@ -112,11 +149,12 @@ def main() -> None:
     parser.add_argument("--model", default="lm/150m", help="a preset")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=4.0)
-    args = parser.parse_args()
+    args = parsed(parser)
     c = load(args.model).model
     tokens = args.samples * c.context
     flops, scores = tokens * 3 * cost(c).parameter_flops, tokens * 6 * c.layers * c.dim * c.context
-    every = {"products": products(c, tokens), "attention": attention(c, args.samples), "theta": activation(c, tokens)}
+    every = {"products": products(c, tokens), "attention": attention(c, args.samples)}
+    every |= {"theta": activation(c, tokens), "copy": copies(c, tokens)}
     for name in (*every, "products, attention", "products, attention, theta"):
         parts = [every[part] for part in name.split(", ")]
 
@@ -127,16 +165,17 @@ def main() -> None:
         work()
         torch.cuda.synchronize()
         time.sleep(1)  # a burst begins cool
-        burst = timed(work, 0.0)
+        burst, _ = timed(work, 0.0)
         timed(work, args.seconds / 2)
-        sustained = timed(work, args.seconds / 2)
+        sustained, joules = timed(work, args.seconds / 2)
         line = {
             "name": "bound of a step", "model": args.model, "part": name, "samples": args.samples, "context": c.context,
             "burst_ms": round(burst * 1000, 2), "value": round(sustained * 1000, 2), "unit": "ms sustained",
+            "joules": round(joules, 2),
             "mfu": round((flops + scores) / sustained / PEAK, 4),
             "mfu_double_count": round((flops + 2 * scores) / sustained / PEAK, 4),
             "tokens_per_second": round(tokens / sustained), "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
+            "torch": torch.__version__, "commit": commit(),
         }  # fmt: skip
         print(json.dumps(line), flush=True)
 

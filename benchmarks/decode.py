@@ -11,12 +11,11 @@ import argparse
 import dataclasses
 import json
 import math
-import os
-import subprocess
 import time
 from pathlib import Path
 
 import torch
+from step import commit, parsed
 
 from tokenformer.config import ModelConfig
 from tokenformer.infer import Engine
@@ -71,11 +70,6 @@ BEGUN = time.time()
 
 def say(**line) -> None:
     print(json.dumps(line), flush=True)
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return found or os.environ.get("COMMIT", "unknown")
 
 
 def random_model(shape: str, dtype: torch.dtype, values: float = 0.04, **keys) -> LanguageModel:
@@ -286,7 +280,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90.0, help="no new trial of a cell is begun after these")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of Tuning, such as pdl=false")
     parser.add_argument("--out", type=Path, help="a file for the final lines")
-    args = parser.parse_args()
+    args = parsed(parser)
     start = Tuning(**{key: json.loads(value) for key, _, value in (word.partition("=") for word in args.set)})
     torch.manual_seed(0)
     device, made, top = torch.cuda.get_device_name(), commit(), peaks()

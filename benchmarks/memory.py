@@ -9,11 +9,10 @@ what a sample takes; the batch that should just fit is then tried, and fewer unt
 import argparse
 import gc
 import json
-import os
 from pathlib import Path
 
 import torch
-from step import Ours, commit
+from step import Ours, commit, parsed
 
 from tokenformer.config import ModelConfig, load
 
@@ -58,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parsed(parser)
     free, lines = torch.cuda.mem_get_info()[0], []
     for preset in args.presets:
         config = load(preset).model
@@ -66,7 +65,7 @@ def main() -> None:
         line = {
             "name": "largest batch", "model": preset, "value": batch, "unit": "samples", "context": config.context,
             "longest_context_of_one": context, "memory_gb": round(free / 1e9, 1),
-            "device": torch.cuda.get_device_name(), "commit": os.environ.get("COMMIT") or commit(),
+            "device": torch.cuda.get_device_name(), "commit": commit(),
         }  # fmt: skip
         lines.append(json.dumps(line))
         print(lines[-1], flush=True)

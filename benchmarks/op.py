@@ -10,12 +10,11 @@ Prints JSON lines; before timing, outputs and gradients are compared.
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import torch
 import torch._functorch.config
-from step import commit
+from step import commit, parsed
 from torch import Tensor
 from triton.testing import do_bench
 
@@ -77,7 +76,7 @@ def measure(cell: str, ceiling: tuple[float, float]) -> dict:
         "mfu": round(3 * work / ours * 1e3 / 989e12, 3), "furthest_from_reference": far,
         "ceiling_tflops": round(ceiling[0] / 1e12), "ceiling_tb_s": round(ceiling[1] / 1e12, 2),
         "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "commit": os.environ.get("COMMIT") or commit(),
+        "commit": commit(),
     }  # fmt: skip
 
 
@@ -85,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=CELLS)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parsed(parser)
     ceiling, lines = ceilings(), []
     for cell in args.cells:
         lines.append(json.dumps(measure(cell, ceiling)))

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from step import commit, parsed
+
 CELLS = ["150m:adamw:none:8", "450m:muon:none:4", "900m:muon:full:8"]
 
 
@@ -56,7 +58,7 @@ def measure(cell: str) -> dict:
     return {"name": "plan: peak memory of one GPU", "model": cell, "value": expected.total, "unit": "bytes",
             "rival": "measured", "rival_value": peak, "ratio": round(expected.total / peak, 3), "compile": compiler,
             "parts": expected.memory, "reserved": reserved, "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__}  # fmt: skip
+            "torch": torch.__version__, "commit": commit()}  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -64,7 +66,7 @@ if __name__ == "__main__":
     parser.add_argument("--cells", nargs="+", default=CELLS)
     parser.add_argument("--out", help="also append the lines to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parsed(parser)
     if args.one:
         print(json.dumps(measure(args.one)), flush=True)
     else:

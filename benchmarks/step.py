@@ -10,7 +10,6 @@ beside it, the usual double count.
 """
 
 import argparse
-import gc
 import json
 import math
 import os
@@ -193,7 +192,6 @@ def build(who: str, how: str, context: int | None) -> tuple[nn.Module, ModelConf
 
 def measure(cell: str, repeats: int, profile: Path | None) -> dict:
     who, how, samples, *rest = cell.split(":")
-    torch._dynamo.reset()
     torch.manual_seed(0)
     model, c, flops = build(who, how, int(rest[0]) if rest else None)
     if who == "gpt-neox":
@@ -237,7 +235,7 @@ def measure(cell: str, repeats: int, profile: Path | None) -> dict:
         "spread": round((max(times) - min(times)) / taken, 4),
         "clock_mhz": float(clock), "watts": float(watts),
         "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2), "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__, "commit": os.environ.get("COMMIT") or commit(),
+        "torch": torch.__version__, "commit": commit(),
     }  # fmt: skip
 
 
@@ -254,8 +252,17 @@ def table(step, path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this is measured on a GPU, and PyTorch sees none here")
+    return args
+
+
 def commit() -> str:
-    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    """What is measured; COMMIT names it where there is no repository."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return os.environ.get("COMMIT") or asked.stdout.strip()
 
 
 def main() -> None:
@@ -264,20 +271,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels for each cell")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    lines = []
-    for cell in args.cells:
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parsed(parser)
+    if args.one:
         try:
-            line = measure(cell, args.repeats, args.profile)
+            line = measure(args.one, args.repeats, args.profile)
         except torch.OutOfMemoryError as error:
-            line = {"name": "training step", "model": cell, "error": str(error)[:200]}
-        lines.append(line)
-        print(json.dumps(line), flush=True)
+            line = {"name": "training step", "model": args.one, "error": str(error)[:200]}
+        print(json.dumps(line))
+        return
+    lines = []
+    for cell in args.cells:  # each in a process of its own: what one compiled or chose, another would inherit
+        command = [sys.executable, __file__, "--one", cell, "--repeats", str(args.repeats)]
+        command += ["--profile", str(args.profile)] if args.profile else []
+        lines.append(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+        print(lines[-1], flush=True)
         if args.out:
-            args.out.write_text("".join(json.dumps(each) + "\n" for each in lines), encoding="utf-8")
-        gc.collect()
-        torch.cuda.empty_cache()
-    for line in lines:
+            args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for line in map(json.loads, lines):
         if "value" in line:
             print(
                 f"{line['model']:36} {line['value']:>9,} tokens/s  {line['mfu']:6.1%}  {line['memory_gb']:6.1f} GB",

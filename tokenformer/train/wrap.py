@@ -42,11 +42,19 @@ def backend(config: TrainConfig, device: torch.device) -> str:
 
 
 def wrap(block: nn.Module, config: TrainConfig, backend: str) -> None:
-    """In this order: what backward computes again, then compilation."""
-    if config.activation_checkpointing != "none":
-        again(block, selective=config.activation_checkpointing == "selective")
-    if backend != "none":
+    """The compiler sees what `selective` computes again. `full` computes all of it again, by the compiled block itself:
+
+    inside, PyTorch before 2.12 would keep what our operators save.
+    """
+    full = config.activation_checkpointing == "full"
+    if config.activation_checkpointing == "selective":
+        again(block, selective=True)
+    if backend != "none" and full:
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
+    elif backend != "none":
         block.compile(backend=backend, dynamic=False)
+    if full:
+        again(block, selective=False)
 
 
 def again(block: nn.Module, selective: bool) -> None:
