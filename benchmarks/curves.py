@@ -50,13 +50,21 @@ def compare(recipe: str, curves: dict[str, list[tuple[int, float]]], steps: int)
 def draw(path: Path, every: dict[str, dict[str, list[tuple[int, float]]]]) -> None:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(every), figsize=(6 * len(every), 4), squeeze=False)
-    for axis, (recipe, curves) in zip(axes[0], every.items(), strict=True):
-        for (arm, curve), style in zip(curves.items(), ("-", "--", ":"), strict=True):
-            axis.plot(*zip(*curve, strict=True), style, label=arm)
-        axis.set(title=recipe, xlabel="step", ylabel="training loss, nats")
-        axis.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    shape = {"sharex": True, "squeeze": False, "height_ratios": [3, 2]}
+    figure, (above, below) = pyplot.subplots(2, len(every), figsize=(6 * len(every), 6.4), **shape)
+    for top, bottom, (recipe, curves) in zip(above, below, every.items(), strict=True):
+        bottom.axhspan(-0.5, 0.5, color="0.9")
+        kernels = [loss for _, loss in curves["kernels"]]
+        for (arm, curve), style in zip(curves.items(), ("-C0", "--C1", ":C2"), strict=True):
+            steps, losses = zip(*curve, strict=True)
+            top.plot(steps, losses, style, label=arm)
+            off = [100 * (loss / own - 1) for loss, own in zip(losses, kernels, strict=True)]
+            recent = [off[max(0, i - 9) : i + 1] for i in range(len(off))]
+            bottom.plot(steps, [sum(few) / len(few) for few in recent], style)
+        top.set(title=f"lm/150m, {recipe}", ylabel="training loss, nats")
+        top.legend()
+        bottom.set(xlabel="step", ylabel="against kernels, %,\nmean of ten values", ylim=(-3, 3))
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def main() -> None:
