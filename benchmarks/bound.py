@@ -76,7 +76,7 @@ def attention(c: ModelConfig, samples: int) -> Callable[[], None]:
 
 
 def activation(c: ModelConfig, rows: int) -> Callable[[], None]:
-    """Θ and its gradient by our kernels."""
+    """Θ and its gradient by our kernels, of the first layer's tokens in each."""
     work = []
     for which, members in (("qkv", 3), ("proj", 1), ("ffn", 1)):
         sizes, taus = zip(*c.segments(which, 0), strict=True)

@@ -11,9 +11,12 @@ that are there already are not run again. Leaves curves.png.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+from step import parsed
 
 RECIPES = ["adamw:6e-4", "muon:2e-3"]
 ARMS = {"kernels": ("triton", 1234), "reference": ("reference", 1234), "kernels, second seed": ("triton", 5678)}
@@ -74,7 +77,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", action="append", help="optimizer:rate (default: adamw:6e-4 and muon:2e-3)")
     parser.add_argument("--steps", type=int, default=500)
-    args = parser.parse_intermixed_args()
+    args = parsed(parser)
+    for recipe in args.recipe or RECIPES:
+        if not re.fullmatch(r"(adamw|muon):[\d.e-]+", recipe):
+            parser.error(f"--recipe {recipe}: write optimizer:rate, such as adamw:6e-4")
     every = {}
     for recipe in args.recipe or RECIPES:
         every[recipe] = {arm: train(args.out, recipe, arm, args.data, args.steps, args.settings) for arm in ARMS}

@@ -4,8 +4,8 @@
 
 A cell is preset:projection:rows, projection one of qkv (three in one), proj and ffn. bf16, without the residual stream.
 The roofline is the larger of two times: products at the rate of an 8192³ one, fewest bytes at the rate of a large copy,
-both measured first. All of them in bursts of 80 ms, of which the power limit knows nothing (bound.py says what lasts).
-Prints JSON lines; before timing, outputs and gradients are compared.
+both measured first. All of them in bursts of 80 ms (bound.py says what lasts). Prints JSON lines; before timing,
+outputs and gradients are compared.
 """
 
 import argparse

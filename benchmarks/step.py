@@ -1,6 +1,6 @@
 """A training step (forward, backward, AdamW; bf16, random ids) of our models and of their rivals, in one run.
 
-  python benchmarks/step.py [--cells lm/150m:kernels:16 official:checkpointed:16 …] [--profile] [--out FILE]
+  python benchmarks/step.py [--cells lm/150m:kernels:16 official:checkpointed:16 …] [--profile FOLDER] [--out FILE]
 
 A cell is who:how:samples[:context]. Who: one of our presets (`+4` behind it: in the four segments of the growth
 chain), `official` (the released code's formulation, operation by operation) or `gpt-neox` (transformers' own of 160M).
@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ CELLS = [
     "lm/150m:reference:16",
     "lm/150m:kernels:16",
     "lm/150m:kernels:64",
-    "lm/1.5b:kernels:16",
+    "lm/1.5b:kernels:8",
     "grow/354m:kernels:32",
     "grow/1.4b:kernels:16",
     "grow/1.4b+4:kernels:16",
@@ -253,7 +254,7 @@ def table(step, path: Path) -> None:
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if not torch.cuda.is_available():
         parser.error("this is measured on a GPU, and PyTorch sees none here")
     return args
@@ -280,6 +281,10 @@ def main() -> None:
             line = {"name": "training step", "model": args.one, "error": str(error)[:200]}
         print(json.dumps(line))
         return
+    for cell in args.cells:
+        how = "(kernels|reference)" if "/" in cell else "(eager|checkpointed|compiled)"
+        if not re.fullmatch(rf"(official|gpt-neox|[^:]+/[^:]+):{how}:\d+(:\d+)?", cell):
+            parser.error(f"--cells {cell}: write who:how:samples[:context] as {CELLS[0]} or {CELLS[-1]}")
     lines = []
     for cell in args.cells:  # each in a process of its own: what one compiled or chose, another would inherit
         command = [sys.executable, __file__, "--one", cell, "--repeats", str(args.repeats)]

@@ -1,5 +1,6 @@
 """How a model is trained: every key of a recipe, its default and its meaning. Part of config.py's `Config`."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,7 +38,8 @@ class OptimizerConfig:
             f"optimizer.betas is {self.betas}: give two numbers from 0 to below 1",
         )
         need(0 <= self.momentum < 1, f"optimizer.momentum is {self.momentum}: give 0 to below 1")
-        need(self.weight_decay >= 0, f"optimizer.weight_decay is {self.weight_decay}: give 0 or more")
+        need(0 <= self.weight_decay < math.inf, f"optimizer.weight_decay is {self.weight_decay}: give 0 or more")
+        need(0 <= self.eps < 1, f"optimizer.eps is {self.eps}: give a small number, such as 1e-8")
         need(
             0 < self.orthogonal_steps < 100,
             f"optimizer.orthogonal_steps is {self.orthogonal_steps}: give a small number above 0, such as 5",
@@ -89,11 +91,11 @@ class TrainConfig:
     loss_scale_min: float = key("fp16: smallest scale", 1.0)
 
     def __post_init__(self) -> None:
-        need(self.clip >= 0, f"train.clip is {self.clip}: give 0 (off) or more")
+        need(0 <= self.clip < math.inf, f"train.clip is {self.clip}: give 0 (off) or more")
         need(self.skip_limit > 0, f"train.skip_limit is {self.skip_limit}: give a number above 0")
         need(self.spike > 0, f"train.spike is {self.spike}: give a number above 0")
         need(
-            0 < self.loss_scale_min <= self.loss_scale,
+            0 < self.loss_scale_min <= self.loss_scale < math.inf,
             f"train.loss_scale is {self.loss_scale}: give a number that is not below loss_scale_min "
             f"({self.loss_scale_min}), which is above 0",
         )

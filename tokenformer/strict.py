@@ -146,6 +146,8 @@ def _words(kind: Any) -> str:
     if kind in plain:
         return plain[kind]
     args = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, args))}"
     if typing.get_origin(kind) is list:
         return f"a list ({_words(args[0])} each)"
     if typing.get_origin(kind) is dict:

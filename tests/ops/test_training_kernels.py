@@ -16,6 +16,13 @@ from tokenformer.ops import pattention as ops
 from tokenformer.ops.cross_entropy import linear_cross_entropy
 from tokenformer.ops.pattention import backend, pattention
 
+INPUTS = {
+    "one row without a dimension": "equal",
+    "labels with gaps": "equal",
+    "a label outside": "nan",
+    "a theta that is none": "theta is 'relu', not one of l2_norm_gelu, gelu_l2_norm, softmax, l1_norm_gelu",
+    "fewer values": "a segment has 100 keys and 99 values: give as many of each",
+}
 SCRIPT = Path(__file__).parent / "training_kernel_checks.py"
 
 
@@ -40,22 +47,24 @@ def test_in_the_interpreter_outputs_and_gradients_are_as_close_to_the_truth_as_t
     assert len(found["pattention"]) == 40 and len(found["loss"]) == 4 and len(found["model"]) == 7
     assert too_far(found) == {}
     assert "no second derivative: set TOKENFORMER_PATTENTION=reference" in found["second"]
+    assert found["inputs"] == INPUTS
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_outputs_and_gradients_are_as_close_to_the_truth_as_the_reference_and_always_the_same():
     found = checks("cuda")
     assert len(found["pattention"]) == 63
-    assert too_far(found) == {}
+    assert too_far(found) == {} and found["inputs"] == INPUTS
 
 
 X, SEGMENT = torch.randn(3, 4), (torch.randn(5, 4), torch.randn(5, 6), 2.0)
 
 
-def test_on_a_cpu_the_reference_runs_and_kernels_are_refused_in_a_sentence():
+def test_on_a_cpu_the_reference_runs_and_kernels_are_refused_in_a_sentence(monkeypatch):
     assert backend(X) == backend(X.double()) == "reference"
     with pytest.raises(UserError, match="do not run on cpu"):
         pattention(X, [SEGMENT], choice="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # which is a no
     with pytest.raises(UserError, match="do not run on cpu"):
         linear_cross_entropy(X, torch.randn(7, 4), torch.tensor([1, 2, 3]), choice="triton")
 

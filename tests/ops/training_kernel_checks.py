@@ -16,7 +16,7 @@ from tokenformer.config import ModelConfig
 from tokenformer.models import LanguageModel
 from tokenformer.ops import pattention as ops
 from tokenformer.ops.cross_entropy import linear_cross_entropy
-from tokenformer.ops.pattention import THETAS, fused, pattention_group
+from tokenformer.ops.pattention import THETAS, fused, pattention, pattention_group
 from tokenformer.train.wrap import again
 
 # rows, d_in, members: (segments, d_out)
@@ -126,6 +126,34 @@ def check_second_derivative(device: str) -> str:
     return ""
 
 
+def check_inputs(device: str) -> dict[str, str]:
+    """What is not plain: the kernels do as the reference does, or say what is wrong."""
+    x, (segment, *_), _ = draw("one", device, torch.float32)
+    key, value, tau = segment[0]
+    hidden, weight, labels = x[:6, :8], x[6:16, :8], torch.arange(12, device=device) % 10
+    kept = hidden.clone().requires_grad_()
+
+    def both(work) -> str:
+        found, wanted = work("triton"), work("reference")
+        return "equal" if found.shape == wanted.shape and far([found], [wanted]) < 1e-6 else f"{found} {wanted}"
+
+    def said(work) -> str:
+        try:
+            return f"accepted: {work()}"
+        except ValueError as error:
+            return str(error)
+
+    outside, _ = linear_cross_entropy(kept, weight, labels[:6] + 5, choice="triton")
+    outside.backward()
+    return {
+        "one row without a dimension": both(lambda c: pattention(x[0], segment, choice=c)),
+        "labels with gaps": both(lambda c: linear_cross_entropy(hidden, weight, labels[::2], choice=c)[0]),
+        "a label outside": str(outside.item()),
+        "a theta that is none": said(lambda: pattention(x, segment, theta="relu", choice="triton")),
+        "fewer values": said(lambda: pattention(x, [(key, value[:-1], tau)], choice="triton")),
+    }
+
+
 def check_zeros(theta: str, device: str) -> float:
     """Rows of zeros among others: zeros (or τ²/n each) and finite gradients, as the reference has them."""
     x, members, up = draw("segments", device, torch.float32)
@@ -211,7 +239,7 @@ def main(device: str) -> dict:
     found["model"]["compiled"] = check_model("l2_norm_gelu", device, "inductor" if gpu else "aot_eager")
     found["model"]["shifted"] = check_model("l2_norm_gelu", device, "none", shifted=True)
     found["model"]["selective"] = check_model("l2_norm_gelu", device, "none", selective=True)
-    found["second"] = check_second_derivative(device)
+    found["second"], found["inputs"] = check_second_derivative(device), check_inputs(device)
     return found
 
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     d = best.degrees
     for what, parts in (("memory", best.memory), ("sent", best.sent)):
-        print(f"{what}: {', '.join(f'{name} {n / 1e9:.2f}' for name, n in parts.items()) or 'nothing'} GB")
+        print(f"{what}: {', '.join(f'{name} {n / 1e9:.2f} GB' for name, n in parts.items()) or 'nothing'}")
     named = {"pipeline": d.pipeline, "replicate": d.replicate, "shard": d.shard, "token": d.token}
     print("recommended:", *(f"parallel.{name}={n}" for name, n in named.items() if n > 1 or name == "replicate"))
     return 0

@@ -29,7 +29,7 @@ def linear_cross_entropy(
     """Σ −log p(label) in fp32 or better, and how many labels counted (those that are not -100). `chunk`: rows at once.
 
     `loss_of` (hidden, weight, labels of a chunk) is another way to the sum, for a vocabulary that is split over ranks.
-    `choice`: what computes it, as in Pattention.
+    `choice`: what computes it, as in Pattention; the kernels' sum is NaN where a label is no row of the weight.
 
     >>> total, count = linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([3, -100]))
     >>> round(total.item(), 4), count.item()
@@ -41,7 +41,8 @@ def linear_cross_entropy(
             from tokenformer.ops.kernels.cross_entropy import fused
         except ImportError as error:
             raise UserError(MISSING) from error
-        return fused(hidden_TD, weight_WD, labels_T, IGNORE, chunk or ROWS), (labels_T != IGNORE).sum()
+        total = fused(hidden_TD, weight_WD, labels_T.contiguous(), IGNORE, chunk or ROWS)
+        return total, (labels_T != IGNORE).sum()
     chunk = chunk or max(1, LOGITS // len(weight_WD))
     pairs = list(zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True))
     one = loss_of or _chunk

@@ -6,6 +6,7 @@ the paper's layer. Legend: T rows of data (any leading shape), D d_in, E d_out, 
 
 import functools
 import importlib
+import itertools
 import os
 import warnings
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from tokenformer.errors import UserError
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")
 BACKENDS = ("auto", "reference", "triton")
 CHOICE = os.environ.get("TOKENFORMER_PATTENTION", "auto")  # what computes it where a call does not say
+INTERPRETED = ("1", "true", "yes", "on", "y")  # what Triton takes for a yes
 MISSING = "triton is not installed: pip install 'tokenformer[kernels]'"
 Segments = Sequence[tuple[Tensor, Tensor, float]]  # keys (N, D), values (N, E), τ
 
@@ -103,11 +105,13 @@ def statistic(score_TN: Tensor, theta: str) -> Tensor:
 
 
 def _total(score_TN: Tensor, theta: str) -> Tensor:
-    if theta == "l1_norm_gelu":
-        return score_TN.abs().sum(-1, keepdim=True)
-    if theta in ("l2_norm_gelu", "gelu_l2_norm"):
-        return score_TN.square().sum(-1, keepdim=True)
-    raise ValueError(f"theta is '{theta}', not one of {', '.join(THETAS)}")
+    _check_theta(theta)
+    return (score_TN.abs() if theta == "l1_norm_gelu" else score_TN.square()).sum(-1, keepdim=True)
+
+
+def _check_theta(theta: str) -> None:
+    if theta not in THETAS:
+        raise ValueError(f"theta is '{theta}', not one of {', '.join(THETAS)}")
 
 
 def _over(total_T1: Tensor, scale: float, power: float) -> Tensor:
@@ -136,7 +140,7 @@ def _found(choice: str, device: str, index: int | None, dtype: torch.dtype, mask
 def _look(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool) -> str:
     """Says once why a GPU does not get its kernels; refuses what was asked for and cannot be."""
     if choice not in BACKENDS:
-        raise UserError(f"Pattention's backend is '{choice}': give one of {', '.join(BACKENDS)}")
+        raise UserError(f"TOKENFORMER_PATTENTION or choice is '{choice}': give one of {', '.join(BACKENDS)}")
     reason = "masks are computed by the reference" if masked else ""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reason = f"there are none for {dtype}"
@@ -144,7 +148,7 @@ def _look(choice: str, device: str, index: int | None, dtype: torch.dtype, maske
         reason = f"{torch.cuda.get_device_name(index)} is older than they were tried on (compute capability 8.0)"
     elif not _installed():
         reason = MISSING
-    elif device != "cuda" and not os.environ.get("TRITON_INTERPRET"):
+    elif device != "cuda" and os.environ.get("TRITON_INTERPRET", "").lower() not in INTERPRETED:
         reason = f"they do not run on {device}"
     if not reason:
         return "triton"
@@ -165,6 +169,10 @@ def _installed() -> bool:
 
 def fused(x_TD: Tensor, members: Sequence[Segments], theta: str, **how) -> list[Tensor]:
     """`pattention_group` by kernels; what else they can do: ops/kernels/pattention.py."""
+    _check_theta(theta)
+    for key_ND, value_NE, _ in itertools.chain(*members):
+        if len(key_ND) != len(value_NE):
+            raise ValueError(f"a segment has {len(key_ND)} keys and {len(value_NE)} values: give as many of each")
     try:
         from tokenformer.ops.kernels import pattention as kernels
     except ImportError as error:

@@ -137,7 +137,9 @@ class Trainer:
         shares = f"{c.micro_batch} × {self.task.micro_batches} accumulated × {self.place.data_world} ranks"
         say(f"batch {c.batch} = {shares}, {self.task.tokens_per_step:,} tokens a step, {c.steps} steps")
         if c.model.kind == "tokenformer":
-            say(f"Pattention is computed by the {self.task.pattention} path (TOKENFORMER_PATTENTION chooses)")
+            path = self.task.pattention
+            why = ", the kernels being for GPUs" if path == "reference" and self.device.type == "cpu" else ""
+            say(f"Pattention is computed by the {path} path{why} (TOKENFORMER_PATTENTION chooses)")
         if self.task.backend != "none":
             say(f"blocks are compiled by {self.task.backend} in the first step (train.compile=none turns it off)")
         if self.found is not None:

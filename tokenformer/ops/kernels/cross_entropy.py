@@ -16,10 +16,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @jit
 def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr, FAST: tl.constexpr):
-    """−log p(label) of a row; with GRAD its logits become their gradient. Exponents are of 2 throughout."""
+    """−log p(label) of a row; with GRAD its logits become their gradient. Exponents are of 2. A label outside: NaN."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     counts = label != ignore
+    known = (label >= 0) & (label < W)
     at = logits + row * W
     cols = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]  # a line of 8 is a thread's own
     peak = tl.full((BLOCK // 8,), -1e30, tl.float32)  # lines meet once, at the end
@@ -32,8 +33,8 @@ def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, 
         peak = higher
     top = tl.max(peak, 0)
     log_sum = top + tl.log2(tl.sum(total * exp2(peak - top, FAST), 0))
-    own = tl.load(at + tl.where(counts, label, 0)).to(tl.float32) * LOG2E
-    tl.store(losses + row, tl.where(counts, (log_sum - own) / LOG2E, 0.0))
+    own = tl.load(at + tl.where(known, label, 0)).to(tl.float32) * LOG2E
+    tl.store(losses + row, tl.where(counts, tl.where(known, (log_sum - own) / LOG2E, float("nan")), 0.0))
     if GRAD:
         log_sum = tl.where(counts, log_sum, 1e30)  # a row that does not count: zeros
         tl.debug_barrier()  # the label's logit is read before it is written over, and written last
@@ -44,7 +45,7 @@ def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, 
             tl.store(at + i * BLOCK + cols, g.to(logits.dtype.element_ty), mask=inside)
         tl.debug_barrier()
         g = tl.exp2(own - log_sum) - 1.0
-        tl.store(at + label, g.to(logits.dtype.element_ty), mask=counts)
+        tl.store(at + label, g.to(logits.dtype.element_ty), mask=counts & known)
 
 
 @torch.library.custom_op("tokenformer::linear_cross_entropy", mutates_args=())

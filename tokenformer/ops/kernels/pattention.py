@@ -355,14 +355,14 @@ def fused(
     turn: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
 ) -> list[Tensor]:
     """`pattention_group`; `centred` takes the mean out of each key. `turn`: cos, sin, head_dim; the rest: Fused."""
-    flat, shape = x.flatten(0, -2), x.shape[:-1]
+    flat = x.reshape(-1, x.shape[-1])
     keys = [_without_mean(key) if centred else key for segments in members for key, _, _ in segments]
     sizes = tuple(len(key) for key in keys)
     layout = (sizes, tuple(map(len, members)), tuple(tau for m in members for *_, tau in m), theta)
     values = [_stack([value for _, value, _ in segments], x.dtype) for segments in members]
     base = None if residual is None else residual.flatten(0, -2)
     outputs = Fused.apply(flat, base, *turn, layout, onto, _stack(keys, x.dtype), *values)
-    return [out.unflatten(0, shape) for out in outputs]
+    return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
 
 
 def _without_mean(key: Tensor) -> Tensor:
