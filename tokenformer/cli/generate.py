@@ -95,6 +95,8 @@ def run(args: argparse.Namespace) -> None:
     source = weights[0] if weights else official.weights
     if source is None:
         raise UserError(f"{' + '.join(configs)} names no weights: set eval_ckpt or load, or give a model first")
+    if "" in args.stop:
+        raise UserError("--stop is empty: give the text that ends a result, or leave it out")
     if args.batch < 1:
         raise UserError(f"--batch is {args.batch}: give a number above 0")
     model, tokenizer = open_model(
