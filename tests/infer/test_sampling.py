@@ -109,3 +109,11 @@ def test_filters_and_penalty_are_those_of_transformers():
 def test_impossible_settings_are_refused_by_name(keys):
     with pytest.raises(UserError, match=f"{next(iter(keys))} is .*: give"):
         Sampling(**keys)
+
+
+def test_a_filter_that_temperature_0_would_ignore_is_refused_and_one_that_is_off_is_not():
+    for keys in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+        with pytest.raises(UserError, match=f"{next(iter(keys))} is .*, but temperature 0 .*: give a temperature"):
+            Sampling(**keys)
+    for keys in ({"top_k": 0, "top_p": 0.0, "min_p": 0.0}, {"top_k": 1}, {"top_p": 1.0}, {"min_p": 1.0}):
+        assert Sampling(**keys).greedy

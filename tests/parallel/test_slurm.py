@@ -51,6 +51,22 @@ def test_without_slurm_submitting_is_one_sentence(tmp_path, capsys, monkeypatch)
     assert "there is no sbatch here" in capsys.readouterr().err
 
 
+def test_a_script_that_is_there_stays_unless_it_is_the_same_or_to_be_replaced(tmp_path, capsys):
+    command = ["slurm", "lm/150m", "data.path=d", "batch=64", *WHERE, "--out", str(tmp_path / "run")]
+    path = tmp_path / "run.sbatch"
+    assert main(command) == 0
+    first = path.read_text()
+    assert main(command) == 0  # the same again
+    path.write_text(first + "# mine\n")
+    assert main(command) == 2
+    assert capsys.readouterr().err == (
+        f"tokenformer: {path} is there already and says something else: give another --out, or --force to replace it\n"
+    )
+    assert path.read_text() == first + "# mine\n"
+    assert main([*command, "--force"]) == 0
+    assert path.read_text() == first
+
+
 OFFICIAL = Path(__file__).parents[1] / "data" / "golden" / "l2_norm_gelu" / "config.yml"
 
 

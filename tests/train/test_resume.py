@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.train.conftest import result, same
+from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, write_manifest
 from tokenformer.hub.tensors import read_tensors, write_tensors
 from tokenformer.train.checkpoint import newest
@@ -108,3 +109,18 @@ def test_steps_that_were_lost_leave_no_row_behind(tiny, tmp_path):
     assert not any(row.get("what") == "growth" for row in rows)
     starts = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [0, 20]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_that_another_process_trained_between_look_and_lock_is_refused(tiny, tmp_path, begun):
+    class Late(Trainer):
+        def build(self) -> None:
+            super().build()
+            assert Trainer(tiny("steps=6"), self.folder, resume=True).run() is None
+
+    run = tmp_path / "run"
+    if begun:
+        straight(tiny("steps=3"), run)
+    with pytest.raises(UserError, match=f"another process trained {run} meanwhile: .* --resume"):
+        Late(tiny("steps=9"), run, resume=begun).run()
+    assert result(run)["state"]["step"] == 6 and "steps: 6\n" in (run / "config.yml").read_text()

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.eval.source import open_model
     from tokenformer.eval.tasks import TASKS, read_rows
     from tokenformer.files import check_writable
-    from tokenformer.hub.official_config import load_config, read_generation
+    from tokenformer.hub.official_config import read_generation
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     names = list(TASKS) if names == ["all"] else names
@@ -65,17 +65,11 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.out)
     configs = [word for word in args.source if Path(word).suffix in (".yml", ".yaml")]
     weights = [word for word in args.source if word not in configs]
-    official = read_generation(*configs)
-    source = weights[0] if weights else official.weights
+    source = weights[0] if weights else read_generation(*configs).weights
     if len(weights) > 1 or source is None:
         raise UserError(f"give one model, not {' '.join(weights) or 'none'}, and config files that end in .yml")
     model, tokenizer = open_model(
-        source,
-        config=load_config(*configs).model if official.has_model else None,
-        tokenizer=args.tokenizer,
-        vocab_file=official.vocab_file,
-        device=local_device(args.device),
-        dtype=args.dtype,
+        source, configs, tokenizer=args.tokenizer, device=local_device(args.device), dtype=args.dtype
     )
     context, stride = window(model.config.context, args.context, args.stride)
     results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters}

@@ -64,7 +64,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from tokenformer.eval.source import open_model
     from tokenformer.files import check_writable
-    from tokenformer.hub.official_config import load_config, read_generation
+    from tokenformer.hub.official_config import read_generation
     from tokenformer.infer.engine import Engine
     from tokenformer.infer.requests import Prompt, Request, stop_token
     from tokenformer.strict import build
@@ -95,16 +95,11 @@ def run(args: argparse.Namespace) -> None:
     source = weights[0] if weights else official.weights
     if source is None:
         raise UserError(f"{' + '.join(configs)} names no weights: set eval_ckpt or load, or give a model first")
+    if "" in args.stop:
+        raise UserError("--stop is empty: give the text that ends a result, or leave it out")
     if args.batch < 1:
         raise UserError(f"--batch is {args.batch}: give a number above 0")
-    model, tokenizer = open_model(
-        source,
-        config=load_config(*configs).model if official.has_model else None,
-        tokenizer=args.tokenizer,
-        vocab_file=official.vocab_file,
-        device=args.device,
-        dtype=args.dtype,
-    )
+    model, tokenizer = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
     engine = Engine(model, vocab=tokenizer.vocab_size)
     stop_ids = [stop_token(tokenizer, word) for word in args.stop_token]
     if talks:

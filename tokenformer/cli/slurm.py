@@ -23,6 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partition", help="of the cluster")
     parser.add_argument("--account", help="who pays")
     parser.add_argument("--cpus-per-gpu", type=int, help="cores for each process")
+    parser.add_argument("--force", action="store_true", help="replace another script of this name")
     parser.add_argument("--submit", action="store_true", help="hand it to sbatch")
 
 
@@ -53,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
     path = Path(f"{out}.sbatch")
     check_writable(path)
+    if path.exists() and not args.force and path.read_bytes() != text.encode():
+        raise UserError(
+            f"{path} is there already and says something else: give another --out, or --force to replace it"
+        )
     write_text(path, text)
     print(f"{path}: {nodes} nodes × {max(1, gpus)} processes, {laid}")
     if args.cpus_per_gpu is None:

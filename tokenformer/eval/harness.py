@@ -10,7 +10,6 @@ from local files: tasks of the same names are written for them, and nothing is f
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from tokenformer.errors import UserError
 from tokenformer.eval.perplexity import windows
 from tokenformer.eval.ranks import leave, local_device, rank, spread
 from tokenformer.eval.source import open_model
-from tokenformer.eval.tasks import TASKS, check_pairs, mean_and_error, read_rows, task_file
+from tokenformer.eval.tasks import TASKS, check_pairs, read_rows, task_file
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.sampling import Sampling
 from tokenformer.infer.scoring import score
@@ -266,12 +265,8 @@ def run_harness(
             folder = stack.enter_context(local_tasks(names, data_dir))
             manager = TaskManager(include_path=str(folder), include_defaults=False)
         stack.enter_context(_sentences())
-        return (
-            lm_eval.simple_evaluate(
-                model=model, tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, **keys
-            )
-            or {}
-        )
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # it says there what it is doing
+        return lm_eval.simple_evaluate(model=model, tasks=list(names), task_manager=manager, limit=limit, **keys) or {}
 
 
 def metrics(results: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -281,13 +276,7 @@ def metrics(results: dict[str, Any]) -> dict[str, dict[str, float]]:
         plain = {name.removesuffix(",none"): value for name, value in measured.items() if name.endswith(",none")}
         out[task] = {name: value for name, value in plain.items() if isinstance(value, int | float)}
         if task in results.get("n-samples", {}):
-            rows = out[task]["rows"] = results["n-samples"][task]["effective"]
-            for name in {"acc", "acc_norm"} & out[task].keys():  # of ones and zeros
-                share = out[task][name]
-                out[task][f"{name}_stderr"] = math.sqrt(share * (1 - share) / max(1, rows - 1))
-            if "perplexity" in out[task] and task in results.get("samples", {}):
-                chances = [sample["perplexity"] for sample in results["samples"][task]]
-                out[task]["perplexity_stderr"] = out[task]["perplexity"] * mean_and_error(chances)[1]
+            out[task]["rows"] = results["n-samples"][task]["effective"]
     return out
 
 

@@ -3,6 +3,7 @@
 The tokenizer: the one named, else beside the weights, else the config's vocab-file, else by the size of the vocabulary.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,6 @@ from tokenformer.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from tokenformer.config import ModelConfig
     from tokenformer.models import LanguageModel
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,16 +42,18 @@ def pick_dtype(name: str | None, device: "torch.device") -> "torch.dtype | None"
 
 def open_model(
     weights: str | Path,
+    configs: Sequence[str | Path] = (),
     *,
-    config: "ModelConfig | None" = None,
     tokenizer: str | Path | None = None,
-    vocab_file: str | Path | None = None,
     device: str | None = None,
     dtype: str | None = None,
 ) -> tuple["LanguageModel", Tokenizer]:
     """The model, ready to be asked, and its tokenizer. Names are checked before weights are read."""
     from tokenformer import hub
+    from tokenformer.hub.official_config import load_config, read_generation
 
+    official = read_generation(*configs)
+    config = load_config(*configs).model if official.has_model else None
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype is '{dtype}', but must be one of {', '.join(DTYPES)}")
     place = pick_device(device)
@@ -60,7 +62,7 @@ def open_model(
     if kind != "official":
         config = None  # a folder carries its own
     model = hub.load(weights, config=config, device=place, dtype=pick_dtype(dtype, place)).eval()
-    found = named or _tokenizer(weights, vocab_file, model.config.vocab)
+    found = named or _tokenizer(weights, official.vocab_file, model.config.vocab)
     if found.vocab_size > model.config.vocab:
         raise UserError(
             f"tokenizer {found.name} has {found.vocab_size:,} ids but the model {weights} knows "

@@ -34,6 +34,9 @@ class Sampling:
         need(0 <= self.top_p <= 1, f"top_p is {self.top_p}: give 0 to 1 (0 = all)")
         need(0 <= self.min_p <= 1, f"min_p is {self.min_p}: give 0 to 1 (0 = all)")
         need(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}: give a number above 0")
+        for name in ("top_k", "top_p", "min_p"):  # at 0 and 1 each keeps all, or the most likely token
+            value, why = getattr(self, name), "temperature 0 takes the most likely token"
+            need(not self.greedy or value in (0, 1), f"{name} is {value}, but {why}: give a temperature, or {name} 0")
 
     @property
     def greedy(self) -> bool:

@@ -54,6 +54,8 @@ class Trainer:
     def run(self) -> signal.Signals | None:
         self.build()
         with lock(self.folder) if self.place.first else contextlib.nullcontext(), self.signals():
+            if self.place.first and checkpoint.all_steps(self.folder) != self.seen:  # somebody was here before the lock
+                raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.again}")
             self.resume()
             try:
                 self.loop()
@@ -72,6 +74,7 @@ class Trainer:
             self.config = dataclasses.replace(self.config, batch=before.batch)
         self.config = settle(self.config, self.place.data_world)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
+        self.seen = checkpoint.all_steps(self.folder)
         self.found = None if before is None else checkpoint.newest(self.folder, checksums=self.place.first)
         self.chain, self.grown = chain(self.config.model, self.config.growth), Progress()
         if self.found is not None:
