@@ -124,3 +124,12 @@ def test_a_run_that_another_process_trained_between_look_and_lock_is_refused(tin
     with pytest.raises(UserError, match=f"another process trained {run} meanwhile: .* --resume"):
         Late(tiny("steps=9"), run, resume=begun).run()
     assert result(run)["state"]["step"] == 6 and "steps: 6\n" in (run / "config.yml").read_text()
+
+
+def test_checkpoints_without_their_config_are_not_trained_over(tiny, tmp_path):
+    straight(tiny("steps=3"), tmp_path / "run")
+    (tmp_path / "run" / "config.yml").unlink()
+    before = result(tmp_path / "run")
+    with pytest.raises(UserError, match=r"run has checkpoints but no config\.yml: put it back"):
+        Trainer(tiny("steps=6"), tmp_path / "run", resume=True).run()
+    assert same(before, result(tmp_path / "run"))

@@ -38,7 +38,11 @@ def earlier(folder: Path, resume: bool) -> Config | None:
     """The config of the run that stands in the folder, if one does; refused unless it is to be continued."""
     if not resume and folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is there already: go on with it by --resume, or give another name by --out")
-    return native.load(folder / "config.yml") if (folder / "config.yml").is_file() else None
+    if (folder / "config.yml").is_file():
+        return native.load(folder / "config.yml")
+    if (folder / "checkpoints").exists():
+        raise UserError(f"{folder} has checkpoints but no config.yml: put it back, or give another name by --out")
+    return None
 
 
 def changes(folder: Path, was: Config, now: Config) -> list[str]:
