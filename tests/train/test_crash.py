@@ -83,7 +83,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_bits_of_the_uninterrupted_on
 def test_a_hundred_kills(config_file, tiny, tmp_path):
     settings = ("steps=800", "checkpoint.every=2", "checkpoint.keep=2", "log.every=5", "train.precision=bf16")
     moments = soak(config_file, tiny, tmp_path, 100, *settings)
-    assert moments["writing"] >= 5  # 66 on a quiet machine, 13 on a busy one
+    assert moments["writing"] >= 20
     print(moments)
 
 
