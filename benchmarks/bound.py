@@ -25,12 +25,13 @@ from tokenformer.config import ModelConfig, load
 from tokenformer.models.cost import cost
 from tokenformer.ops.cross_entropy import ROWS
 from tokenformer.ops.kernels.pattention import padded
+from tokenformer.parallel.plan import TIMES
 
 
 def shapes(c: ModelConfig, rows: int) -> Iterator[tuple[str, int, int, int]]:
     """Layout and m, n, k of every product of a step: nt and tn have an operand the other way round."""
     for layer in range(c.layers):
-        for which, members in (("qkv", 3), ("proj", 1), ("ffn", 1)):
+        for which, members in TIMES.items():
             tokens = sum(padded(n) for n, _ in c.segments(which, layer))
             for layout, m, n, k, count in (
                 ("nt", rows, members * tokens, c.dim, 1),  # scores
@@ -78,7 +79,7 @@ def attention(c: ModelConfig, samples: int) -> Callable[[], None]:
 def activation(c: ModelConfig, rows: int) -> Callable[[], None]:
     """Θ and its gradient by our kernels, of the first layer's tokens in each."""
     work = []
-    for which, members in (("qkv", 3), ("proj", 1), ("ffn", 1)):
+    for which, members in TIMES.items():
         sizes, taus = zip(*c.segments(which, 0), strict=True)
         layout = [*sizes] * members, [len(sizes)] * members, [*taus] * members, c.theta
         columns = sum(map(padded, sizes))
@@ -97,7 +98,7 @@ def activation(c: ModelConfig, rows: int) -> Callable[[], None]:
 
 def copies(c: ModelConfig, rows: int) -> Callable[[], None]:
     """Of as many bytes as Θ and its gradient read and write: two passes over the scores, then four."""
-    columns = sum(m * padded(n) for which, m in (("qkv", 3), ("proj", 1), ("ffn", 1)) for n, _ in c.segments(which, 0))
+    columns = sum(m * padded(n) for which, m in TIMES.items() for n, _ in c.segments(which, 0))
     scores = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     to = torch.empty_like(scores)
 

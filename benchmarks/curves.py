@@ -75,14 +75,15 @@ def main() -> None:
     parser.add_argument("data", help="a prepared set")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="for every arm")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipe", action="append", help="optimizer:rate (default: adamw:6e-4 and muon:2e-3)")
+    parser.add_argument("--recipe", action="append", help=f"optimizer:rate (default: {' and '.join(RECIPES)})")
     parser.add_argument("--steps", type=int, default=500)
     args = parsed(parser)
-    for recipe in args.recipe or RECIPES:
+    recipes = args.recipe or RECIPES
+    for recipe in recipes:
         if not re.fullmatch(r"(adamw|muon):[\d.e-]+", recipe):
             parser.error(f"--recipe {recipe}: write optimizer:rate, such as adamw:6e-4")
     every = {}
-    for recipe in args.recipe or RECIPES:
+    for recipe in recipes:
         every[recipe] = {arm: train(args.out, recipe, arm, args.data, args.steps, args.settings) for arm in ARMS}
         print(json.dumps(compare(recipe, every[recipe], args.steps)), flush=True)
     draw(args.out / "curves.png", every)
