@@ -35,7 +35,7 @@ def kill_at_a_random_moment(process: subprocess.Popen, run: Path, rng: random.Ra
         started = (run / "log").exists() and len(all_steps(run).keys() - before) > 0
         half = [p for p in (run / "checkpoints").glob(".step-*") if p.is_dir()]
         if writing and half and started:
-            time.sleep(rng.random() * 0.01)
+            time.sleep(rng.random() ** 3 * 0.01)  # sooner more often than later: a write may take 3 ms
             break
         if not writing and started:
             time.sleep(rng.random() * 0.15)
