@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tokenformer.config import Config, load
-from tokenformer.data.prepare import prepare
+from tokenformer.data.text.prepare import prepare
 from tokenformer.hub.tensors import read_tensors
 from tokenformer.train.checkpoint import newest, read_state
 
