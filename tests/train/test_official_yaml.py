@@ -8,8 +8,8 @@ from tokenformer.config import load
 from tokenformer.data.text.prepare import prepare
 from tokenformer.errors import UserError
 from tokenformer.hub import save
+from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.official_config import load_config
-from tokenformer.hub.tensors import read_tensors
 from tokenformer.models import LanguageModel
 from tokenformer.train.checkpoint import all_steps, newest
 from tokenformer.train.report import read_rows
