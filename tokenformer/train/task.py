@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenformer.config import Config, ModelConfig
 from tokenformer.data.loader import Batch, Loader
-from tokenformer.data.tokenizer import padded_vocab
+from tokenformer.data.text.tokenizer import padded_vocab
 from tokenformer.errors import UserError
 from tokenformer.models import LanguageModel, build
 from tokenformer.models.init import initial
