@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import result
-from tokenformer.hub.tensors import read_tensors
+from tokenformer.hub.dcp import read_tensors
 from tokenformer.train.checkpoint import newest
 
 pytestmark = pytest.mark.multi

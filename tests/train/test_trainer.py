@@ -13,7 +13,7 @@ from tests.train.conftest import result, same
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, check_manifest
 from tokenformer.hub import save
-from tokenformer.hub.tensors import read_tensors
+from tokenformer.hub.dcp import read_tensors
 from tokenformer.models import LanguageModel
 from tokenformer.train.checkpoint import all_steps, newest
 from tokenformer.train.report import read_rows

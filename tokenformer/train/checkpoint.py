@@ -19,7 +19,7 @@ from tokenformer import config as native
 from tokenformer.config import CheckpointConfig, ModelConfig, ModelFile
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest, read_json, write_text
-from tokenformer.hub.tensors import read_tensors, stored, write_tensors
+from tokenformer.hub.dcp import read_tensors, stored, write_tensors
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
 

@@ -1,0 +1,220 @@
+"""Where text comes from: files, folders, globs, archives and standard input, opened as streams whatever packs them.
+
+Unusual: members of a plain .tar and of a .zip are sources of their own, so that work can be shared out and resumed
+between them; other archives (.tar.gz and the like) are read through from the front.
+"""
+
+import bz2
+import glob
+import gzip
+import io
+import lzma
+import os
+import sys
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from tokenformer.errors import UserError
+
+Item = TypeVar("Item")
+STDIN = "-"
+DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, tarfile.ReadError, zipfile.BadZipFile)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One stream of text: a file, standard input, or a member of an archive."""
+
+    path: str
+    bytes: int = 0  # on disk
+    stamp: int = 0  # when the file was changed last, in ns
+    member: str = ""
+    offset: int = 0  # where the data of a member of a .tar begin
+
+    @property
+    def name(self) -> str:
+        path = "standard input" if self.path == STDIN else self.path
+        return f"{path}: {self.member}" if self.member else path
+
+
+def find_inputs(inputs: Sequence[str | Path]) -> list[Input]:
+    """All sources that files, folders, globs or '-' name: folders and globs in the order of their names."""
+    found: list[Input] = []
+    for given in map(str, inputs):
+        if given == STDIN:
+            found.append(Input(STDIN))
+        elif Path(given).is_file():
+            found += _members(given)
+        elif Path(given).is_dir():
+            inside = sorted(p for p in Path(given).rglob("*") if p.is_file() and not _hidden(p.relative_to(given)))
+            found += [s for p in inside for s in _members(str(p))]
+        else:
+            matches = sorted(p for p in glob.glob(given, recursive=True) if Path(p).is_file())
+            if not matches:
+                raise UserError(f"there is no file, folder or match for '{given}': check the path")
+            found += [s for p in matches for s in _members(p)]
+    if not found:
+        raise UserError(f"there are no files in {', '.join(map(str, inputs))}: give a folder that has some")
+    if sum(s.path == STDIN for s in found) > 1:
+        raise UserError("standard input ('-') is named twice: it can be read once")
+    return found
+
+
+def take_shard(files: Sequence[Item], shard: tuple[int, int] | None) -> list[Item]:
+    """What belongs to shard i of n (counted from 1): neighbours, so that merged shards are the whole.
+
+    >>> take_shard(["a", "b", "c", "d", "e"], (2, 2))
+    ['c', 'd', 'e']
+    """
+    if shard is None:
+        return list(files)
+    i, n = shard
+    if len(files) < n:
+        raise UserError(f"{len(files)} files cannot be shared out over {n} shards: give at most {len(files)} shards")
+    return list(files[(i - 1) * len(files) // n : i * len(files) // n])
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts) or "__MACOSX" in path.parts
+
+
+def _members(path: str) -> list[Input]:
+    state = os.stat(path)
+    whole = Input(path, state.st_size, state.st_mtime_ns)
+    try:
+        if path.endswith(".tar"):
+            with tarfile.open(path, "r:") as tar:
+                inside = [m for m in tar if m.isreg() and not m.issparse() and not _hidden(Path(m.name))]
+            return [Input(path, m.size, state.st_mtime_ns, m.name, m.offset_data) for m in inside]
+        if path.endswith(".zip"):
+            entries = [z for z in _zip(path).infolist() if not z.is_dir() and not _hidden(Path(z.filename))]
+            return [Input(path, z.compress_size, state.st_mtime_ns, z.filename) for z in entries]
+    except (*DAMAGE, OSError) as error:
+        raise UserError(f"{path} is damaged or cut off ({error}): get it anew") from None
+    return [whole]
+
+
+@lru_cache(maxsize=1)
+def _zip(path: str) -> zipfile.ZipFile:
+    return zipfile.ZipFile(path)
+
+
+class _Counted(io.FileIO):
+    """A file, or a range of it, that tells how many bytes were read."""
+
+    def __init__(self, path: str | int, seen: Callable[[int], object], start: int = 0, size: int | None = None) -> None:
+        super().__init__(path, "rb", closefd=not isinstance(path, int))
+        self._seen, self._start, self._size = seen, start, size
+        if start:
+            super().seek(start)
+
+    def readinto(self, buffer) -> int | None:
+        view = memoryview(buffer)
+        if self._size is not None:
+            view = view[: max(0, self._size - self.tell())]
+        count = super().readinto(view)
+        self._seen(count or 0)
+        return count
+
+    def tell(self) -> int:
+        return super().tell() - self._start
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        if whence == 2 and self._size is not None:
+            place, whence = self._size + place, 0
+        return super().seek(place + self._start * (whence == 0), whence) - self._start
+
+
+def open_input(source: Input, seen: Callable[[int], object] = lambda count: None) -> Iterator[tuple[BinaryIO, str]]:
+    """The streams of a source with their names, unpacked; `seen` is told the bytes read from the disk."""
+    if source.path == STDIN:
+        raw = io.BufferedReader(_Counted(sys.stdin.fileno(), seen), 1 << 20)
+        yield from unpack(raw, "")
+    elif source.path.endswith(".zip") and source.member:
+        with _zip(source.path).open(source.member) as inner:
+            seen(source.bytes)
+            yield from unpack(inner, source.member)  # type: ignore[arg-type]
+    else:
+        size = source.bytes if source.member else None
+        with io.BufferedReader(_Counted(source.path, seen, source.offset, size), 1 << 20) as raw:
+            yield from unpack(raw, source.member or source.path)
+
+
+def unpack(stream: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, str]]:
+    """Take off what the endings of a name say (.gz, .xz, .zst, .bz2, .tar, .zip), one after another."""
+    name = name.removesuffix(".tgz") + ".tar.gz" if name.endswith(".tgz") else name
+    inner, ending = os.path.splitext(name)
+    if ending == ".gz":
+        yield from unpack(gzip.GzipFile(fileobj=stream), inner)  # type: ignore[arg-type]
+    elif ending == ".xz":
+        yield from unpack(lzma.open(stream), inner)  # type: ignore[arg-type]  # noqa: SIM115
+    elif ending == ".bz2":
+        yield from unpack(bz2.BZ2File(stream), inner)  # type: ignore[arg-type]
+    elif ending == ".zst":
+        yield from unpack(io.BufferedReader(_Zstd(stream, name), 1 << 20), inner)
+    elif ending == ".tar":
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
+            for member in tar:
+                if member.isreg() and not _hidden(Path(member.name)):
+                    yield from unpack(tar.extractfile(member), member.name)  # type: ignore[arg-type]
+    elif ending == ".zip":
+        with zipfile.ZipFile(seekable(stream)) as archive:
+            for entry in archive.infolist():
+                if not entry.is_dir() and not _hidden(Path(entry.filename)):
+                    yield from unpack(archive.open(entry), entry.filename)  # type: ignore[arg-type]
+    else:
+        yield stream, name
+
+
+def seekable(stream: BinaryIO) -> BinaryIO:
+    """The stream itself, or a copy in a temporary file where it cannot be sought."""
+    if isinstance(stream, io.BufferedReader) and isinstance(stream.raw, _Counted) and stream.seekable():
+        return stream
+    copy = tempfile.TemporaryFile()  # noqa: SIM115 (whoever reads it keeps it open)
+    while block := stream.read(1 << 20):
+        copy.write(block)
+    copy.seek(0)
+    return copy  # type: ignore[return-value]
+
+
+class _Zstd(io.RawIOBase):
+    """Decompresses Zstandard frames; unlike the library's own reader it notices a file that was cut off."""
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"{name} needs zstandard: pip install 'tokenformer[data]'") from None
+        self._stream, self._error = stream, zstandard.ZstdError
+        self._make = lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        self._frame: Any = None
+        self._rest, self._out = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._out:
+            packed = self._rest or self._stream.read(1 << 17)
+            self._rest = b""
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the last frame is not complete")
+                return 0
+            self._frame = self._frame or self._make()
+            try:
+                self._out = memoryview(self._frame.decompress(packed))
+            except self._error as error:
+                raise EOFError(str(error)) from None
+            if self._frame.eof:
+                self._frame, self._rest = None, self._frame.unused_data
+        count = min(len(buffer), len(self._out))
+        buffer[:count], self._out = self._out[:count], self._out[count:]
+        return count

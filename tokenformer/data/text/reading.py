@@ -1,0 +1,220 @@
+"""From streams to documents: text (with separators), JSON lines, Parquet.
+
+Unusual: a document comes as one or more units, fragments small enough to be encoded by themselves; a plain text of any
+length is never held whole (except with `on_error="skip"`, which must see the end of a document before it takes it).
+"""
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, Literal, NamedTuple
+
+from tokenformer.data.text.cutting import FRAGMENT, cut_near, fragments
+from tokenformer.data.text.inputs import DAMAGE, Input, open_input, seekable
+from tokenformer.errors import UserError
+
+LONGEST_LINE = 1 << 27
+Format = Literal["text", "jsonl", "parquet"]
+_FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How sources become documents."""
+
+    format: Format | None = None  # None: by the ending of the name, else text
+    field: str = "text"
+    separator: str | None = None  # text: what stands between two documents and belongs to none
+    before: str | None = None  # text: a line that begins a document and belongs to it
+    heading: str | None = None  # rows: a pattern that begins a document; the rows up to the next one are joined to it
+    on_error: Literal["stop", "skip"] = "stop"
+    can_skip: bool = True  # whether the user can choose on_error, so that a refusal may name it
+
+
+class Unit(NamedTuple):
+    """A document or a fragment of one; `left_out` says why a document gives nothing (then `text` is the reason)."""
+
+    text: str
+    last: bool = True
+    left_out: Literal["", "empty", "skipped"] = ""
+
+
+def read_units(
+    source: Input,
+    how: Reading,
+    cuts: re.Pattern | None = None,
+    seen: Callable[[int], object] = lambda count: None,
+) -> Iterator[Unit]:
+    """The units of a source, in order and always the same."""
+    try:
+        for stream, inner in open_input(source, seen):
+            name = source.name if inner in ("", source.path, source.member) else f"{source.path}: {inner}"
+            kind = how.format or _FORMATS.get(os.path.splitext(inner)[1], "text")
+            if how.separator and kind != "text":
+                raise UserError(f"{inner} is {kind}, whose documents are its rows: leave --separator out")
+            if kind == "text":
+                yield from _text(stream, how, cuts, name)
+            else:
+                rows = _json_rows(stream, how, name) if kind == "jsonl" else _parquet_rows(stream, how, name)
+                yield from _rows(_joined(rows, how.heading) if how.heading else rows, how, cuts)
+    except DAMAGE as error:
+        raise UserError(f"{source.name} is damaged or cut off ({error}): get it anew") from None
+    except OSError as error:
+        raise UserError(f"{source.name} cannot be read ({error}): check it, or get it anew") from None
+
+
+class _Bad(Exception):
+    """A document that cannot be taken; the sentence says which and why."""
+
+
+def _document(text: str, where: str, how: Reading, cuts: re.Pattern | None) -> Iterator[Unit]:
+    if not text:
+        yield Unit("", left_out="empty")
+        return
+    try:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _Bad(f"{where} is not valid Unicode: convert it to UTF-8") from None
+        parts = fragments(text, cuts, where)
+    except (_Bad, UserError) as error:
+        yield _left_out(str(error), how)
+        return
+    for part in parts[:-1]:
+        yield Unit(part, last=False)
+    yield Unit(parts[-1])
+
+
+def _left_out(sentence: str, how: Reading) -> Unit:
+    if how.on_error == "stop":
+        raise _refusal(sentence, how)
+    return Unit(sentence, left_out="skipped")
+
+
+def _refusal(sentence: str, how: Reading) -> UserError:
+    return UserError(sentence + (", or leave such documents out (--on-error skip)" if how.can_skip else ""))
+
+
+def _rows(rows: Iterator[tuple[str, str | _Bad]], how: Reading, cuts: re.Pattern | None) -> Iterator[Unit]:
+    for where, text in rows:
+        if isinstance(text, _Bad):
+            yield _left_out(str(text), how)
+        else:
+            yield from _document(text, where, how, cuts)
+
+
+def _joined(rows: Iterator[tuple[str, str | _Bad]], heading: str) -> Iterator[tuple[str, str | _Bad]]:
+    pattern, parts, begin = re.compile(heading), [], ""
+    for where, text in rows:
+        if isinstance(text, _Bad):
+            yield where, text
+            continue
+        if pattern.fullmatch(text) and parts:
+            yield begin, "".join(parts)
+            parts = []
+        begin = begin if parts else where
+        parts.append(text)
+    if parts:
+        yield begin, "".join(parts)
+
+
+def _json_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[str, str | _Bad]]:
+    number = 0
+    while line := stream.readline(LONGEST_LINE):
+        number += 1
+        where = f"{name}, line {number},"
+        if len(line) == LONGEST_LINE:
+            raise UserError(f"{where} is longer than {LONGEST_LINE >> 20} MB: is it JSON lines?")
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line.isspace():
+            continue
+        try:
+            try:
+                text = line.decode()
+                line = b""  # a line may be large: hold it once
+                row = json.loads(text)
+                text = ""
+            except UnicodeDecodeError as error:
+                raise _Bad(f"{where} is not UTF-8 (byte {error.start}): convert it") from None
+            except (ValueError, RecursionError) as error:
+                raise _Bad(f"{where} is not JSON ({error}): mend it") from None
+            if not isinstance(row, dict) or how.field not in row:
+                raise _Bad(f"{where} has no field '{how.field}': name the right one with --field")
+            if not isinstance(row[how.field], str):
+                raise _Bad(f"{where} has a field '{how.field}' that is not text: name the right one with --field")
+            yield where, row[how.field]
+        except _Bad as bad:
+            yield where, bad
+
+
+def _parquet_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[str, str | _Bad]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"{name} needs pyarrow: pip install 'tokenformer[data]'") from None
+    number = 0
+    try:
+        table = parquet.ParquetFile(seekable(stream), pre_buffer=False)
+        names = ", ".join(table.schema_arrow.names)
+        if how.field not in table.schema_arrow.names:
+            raise UserError(f"{name} has no column '{how.field}': name the right one with --field ({names})")
+        size = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
+        rows = max(1, min(64, (1 << 22) * table.metadata.num_rows // max(1, size)))  # large documents come one by one
+        for batch in table.iter_batches(batch_size=rows, columns=[how.field]):
+            for value in batch.column(0):
+                number += 1
+                where, text = f"{name}, row {number},", value.as_py()
+                bad = _Bad(f"{where} has no text in '{how.field}': name the right column with --field")
+                yield where, text if isinstance(text, str) else bad
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name} is not a whole Parquet file ({' '.join(str(error).split())}): get it anew") from None
+
+
+def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) -> Iterator[Unit]:
+    """Blocks are decoded as they come; what is known to belong to the open document leaves as fragments."""
+    skipping = how.on_error == "skip"
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if skipping else "strict")
+    mark = f"\n{how.before}\n" if how.before else how.separator
+    # with `separator` the mark itself is dropped, with `before` its first newline ends the old document
+    ends, begins = (1, 1) if how.before else (0, len(mark or ""))
+    text, searched, number, opened, fed, final = "", 0, 1, False, 0, False
+    while not final:
+        block = stream.read(1 << 20)
+        final = not block
+        pending = len(decoder.getstate()[0])
+        try:
+            more = decoder.decode(block, final)
+        except UnicodeDecodeError as error:
+            place = fed - pending + error.start
+            raise _refusal(f"{name} is not UTF-8 (byte {place:,}): convert it", how) from None
+        text += more.removeprefix("\ufeff") if fed == 0 else more
+        fed += len(block)
+        start = 0
+        while mark and (at := text.find(mark, searched)) >= 0:
+            yield from _close(text[start : at + ends], opened, f"{name}, document {number},", how, cuts)
+            start = searched = at + begins
+            opened, number = False, number + 1
+        searched = max(start, len(text) - len(mark or "") + 1)  # behind it a mark may have begun
+        if not skipping and cuts is not None and not final:
+            where = f"{name}, document {number}," if mark else name
+            try:
+                while len(text) - start > 2 * FRAGMENT and (stop := cut_near(text, cuts, start, where, searched)):
+                    yield Unit(text[start:stop], last=False)
+                    start, opened = stop, True
+            except UserError as error:
+                raise _refusal(str(error), how) from None
+        text, searched = text[start:], searched - start
+    if text or opened or number == 1:  # nothing after the last separator is no document
+        yield from _close(text, opened, f"{name}, document {number}," if mark else name, how, cuts)
+
+
+def _close(text: str, opened: bool, where: str, how: Reading, cuts: re.Pattern | None) -> Iterator[Unit]:
+    if opened and not text:
+        yield Unit("", last=True)
+    else:
+        yield from _document(text, where, how, cuts)

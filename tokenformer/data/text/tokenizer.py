@@ -1,0 +1,177 @@
+"""Tokenizers: `gpt-neox-20b` (bundled), `byte` (no file), or any tokenizer.json or Hugging Face folder by its path.
+
+Unusual: every one knows the id that ends a document, and its vocabulary padded to the multiple of 128 that models use.
+"""
+
+import hashlib
+import json
+import lzma
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from tokenformer.data.text.cutting import cut_rule
+from tokenformer.errors import UserError
+from tokenformer.files import read_json
+
+BUNDLED = "gpt-neox-20b"
+_END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<EOS>", "[EOS]", "[SEP]")
+
+
+def padded_vocab(size: int) -> int:
+    """Rows of a model's embedding for a vocabulary.
+
+    >>> padded_vocab(50277), padded_vocab(257)
+    (50304, 384)
+    """
+    return -(-size // 128) * 128
+
+
+class ByteTokenizer:
+    """Byte b is id b + 1, id 0 ends a document.
+
+    >>> ByteTokenizer().encode("AB"), ByteTokenizer().decode([66, 67, 0])
+    ([66, 67], 'AB')
+    """
+
+    name = "byte"
+    vocab_size = 257
+    end_of_document = 0
+    special_ids: tuple[int, ...] = ()
+    cuts = re.compile("")  # anywhere
+
+    def encode(self, text: str) -> list[int]:
+        return [b + 1 for b in text.encode()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(t.encode(), np.uint8).astype(np.uint16) + 1 for t in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i - 1 for i in ids if 0 < i <= 256).decode(errors="replace")
+
+    def to_json(self) -> str:
+        """The same tokenizer in the format of the `tokenizers` library."""
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the byte-level alphabet of GPT-2
+        others = iter(range(256, 512))
+        letters = {chr(b if b in plain else next(others)): b + 1 for b in range(256)}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        model = {"type": "BPE", "vocab": {"<|endoftext|>": 0, **letters}, "merges": []}
+        stages = {"normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level}
+        return json.dumps({"version": "1.0", "added_tokens": [], **stages, "model": model})
+
+
+class FileTokenizer:
+    """A tokenizer of the `tokenizers` library, from the text of its JSON.
+
+    `vocab_size`: ids are below it. `special_ids`: what text can name, such as <|endoftext|>. `cuts`: where a long text
+    may be cut (None: nowhere). A tokenizer that a folder carries is `to_json()` in a file.
+    """
+
+    def __init__(self, text: str, name: str, end: str | int | None = None) -> None:
+        from tokenizers import Tokenizer as Library
+
+        self.name, self._text = name, text
+        try:
+            self._inner = Library.from_str(text)
+        except Exception as error:  # the library raises plain Exceptions
+            raise UserError(f"{name} is not a tokenizer.json ({error}): give the file or folder of one") from None
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special_ids = tuple(sorted(i for i, t in self._inner.get_added_tokens_decoder().items() if t.special))
+        if isinstance(end, int):
+            self.end_of_document = end
+            return
+        found = [i for i in map(self._inner.token_to_id, [end] if end else _END_NAMES) if i is not None]
+        if not found:
+            what = f"no token '{end}'" if end else "no end-of-document token that we know"
+            raise UserError(f"tokenizer {name} has {what}: name one of its tokens with --end")
+        self.end_of_document = found[0]
+
+    @cached_property
+    def cuts(self) -> re.Pattern | None:
+        return cut_rule(json.loads(self._text))
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        kind = dtype_for(self.vocab_size)
+        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.frombuffer(array("I", e.ids), np.uint32).astype(kind) for e in encoded]  # thrice as fast as np.array
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._inner.decode(list(ids), skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        return self._text
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+
+
+def dtype_for(vocab: int) -> type[np.integer]:
+    """The type of stored ids: two bytes where they fit, by the official limit."""
+    return np.uint16 if vocab < 65500 else np.int32
+
+
+def load_tokenizer(name: str | Path, end: str | None = None) -> Tokenizer:
+    """A tokenizer by name (`gpt-neox-20b`, `byte`) or path; `end` names the token that ends a document.
+
+    >>> neox = load_tokenizer("gpt-neox-20b")
+    >>> neox.encode("Hello world"), neox.vocab_size, neox.end_of_document
+    ([12092, 1533], 50277, 0)
+    """
+    if str(name) == "byte":
+        if end is not None:
+            raise UserError(f"the tokenizer byte ends documents with an id of its own: leave --end {end} out")
+        return ByteTokenizer()
+    if str(name) == BUNDLED:
+        packed = (Path(__file__).parent / f"{BUNDLED}.json.xz").read_bytes()
+        return FileTokenizer(lzma.decompress(packed).decode(), BUNDLED, end)
+    path = Path(name)
+    if path.is_dir():
+        settings = path / "tokenizer_config.json"
+        if end is None and settings.is_file():
+            named = read_json(settings).get("eos_token")
+            end = named.get("content") if isinstance(named, dict) else named
+        path /= "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"there is no tokenizer '{name}': give {BUNDLED}, byte, a tokenizer.json or a folder with one")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text file: give a tokenizer.json") from None
+    return FileTokenizer(text, str(name), end)
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int, name: str = "trained") -> FileTokenizer:
+    """A byte-level BPE of `vocab` ids from text, split as GPT-2 splits; id 0 is <|endoftext|>.
+
+    >>> tiny = train_tokenizer(["to be or not to be"] * 9, 260)
+    >>> tiny.vocab_size, tiny.end_of_document, tiny.decode(tiny.encode("not to be"))
+    (260, 0, 'not to be')
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+    if vocab < 257:
+        raise UserError(f"a vocabulary of {vocab} cannot hold all bytes and the end of a document: give 257 or more")
+    inner = Library(models.BPE())
+    inner.normalizer = normalizers.NFC()
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(texts, trainer)
+    return FileTokenizer(inner.to_str(), name)

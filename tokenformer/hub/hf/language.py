@@ -1,0 +1,265 @@
+"""The model as transformers knows it: a config with our keys, and a causal language model that holds the native one.
+
+Unusual: blocks stay native, their caches and masks are transformers' own behind our contract (`HFCache`); in training
+with labels no logits are made. `hub/remote.py` writes a file from this one that needs torch and transformers alone.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer.config import ModelConfig, build, to_dict
+from tokenformer.errors import UserError
+from tokenformer.files import write_text
+from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
+from tokenformer.models.init import initial
+from tokenformer.models.language import LanguageModel
+from tokenformer.models.layers import Block
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import DynamicCache
+    from transformers.masking_utils import create_causal_mask
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.utils import can_return_tuple
+except ImportError as error:
+    raise UserError(f"transformers 5.17 or newer is needed here ({error}): pip install 'tokenformer[hf]'") from None
+
+
+class TokenFormerConfig(PreTrainedConfig):
+    """The keys of `ModelConfig` under their own names, beside what transformers adds; every τ is written out.
+
+    >>> config = TokenFormerConfig(layers=2, dim=32, heads=4, qkv_tokens=16, proj_tokens=16, ffn_tokens=[4, 16])
+    >>> config.hidden_size, config.tau["ffn"]
+    (32, [2.0, 4.0])
+    """
+
+    model_type = "tokenformer"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    has_no_defaults_at_init = True
+    attribute_map = {  # noqa: RUF012 (transformers' own form)
+        "num_hidden_layers": "layers",
+        "hidden_size": "dim",
+        "num_attention_heads": "heads",
+        "max_position_embeddings": "context",
+        "vocab_size": "vocab",
+        "tie_word_embeddings": "tied",
+    }
+
+    def __init__(self, **keys: Any) -> None:
+        keys = {self.attribute_map.get(name, name): value for name, value in keys.items()}
+        names = [field.name for field in dataclasses.fields(ModelConfig)]
+        own = {name: keys.pop(name) for name in names if keys.get(name) is not None}
+        for name in keys.keys() - set(names):  # transformers keeps whatever it is given: a typo would pass in silence
+            for close in difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+                raise UserError(f"unknown key '{name}' in a TokenFormerConfig: did you mean '{close}'?")
+        super().__init__(**{name: value for name, value in keys.items() if name not in names})
+        for name, value in (dict.fromkeys(names) | to_dict(build(ModelConfig, own).resolved())).items():
+            setattr(self, name, value)
+
+    @classmethod
+    def from_native(cls, config: ModelConfig, **keys: Any) -> "TokenFormerConfig":
+        return cls(**to_dict(config), **keys)
+
+    def to_native(self) -> ModelConfig:
+        keys = {field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)}
+        return build(ModelConfig, {name: value for name, value in keys.items() if value is not None})
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return getattr(self, "kv_heads", None) or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class HFBlock(GradientCheckpointingLayer, Block):
+    """The native block, made again in backward when gradient checkpointing is on."""
+
+
+class HFCache:
+    """transformers' cache, or none, and the mask, as our models know them."""
+
+    def __init__(self, past: Any, mask: Tensor | None) -> None:
+        self.past, self.mask = past, mask
+
+    @property
+    def length(self) -> int:
+        return 0 if self.past is None else self.past.get_seq_length()
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return (k, v) if self.past is None else self.past.update(k, v, layer)
+
+
+class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
+    """`self.model` is the native `LanguageModel`, its tensors under `model.`; a tied head has no tensor of its own."""
+
+    config_class = TokenFormerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _no_split_modules = ["HFBlock"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    model: LanguageModel
+
+    def __init__(self, config: TokenFormerConfig) -> None:
+        super().__init__(config)
+        self._hold(LanguageModel(config.to_native(), seed=int(torch.randint(2**31, (), device="cpu"))))
+        for parameter in self.parameters():
+            if not parameter.is_meta:  # the native model has filled itself
+                setattr(parameter, "_is_hf_initialized", True)  # noqa: B010
+        self.post_init()
+
+    @classmethod
+    def from_native(cls, model: LanguageModel, **keys: Any) -> "TokenFormerForCausalLM":
+        """The same tensors behind transformers' interface (no copy)."""
+        with torch.device("meta"):
+            wrapped = cls(TokenFormerConfig.from_native(model.config, **keys))
+        wrapped._hold(model)
+        return wrapped.train(model.training)
+
+    def _hold(self, model: LanguageModel) -> None:
+        for block in model.blocks:
+            block.__class__ = HFBlock
+        self.model = model
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        skip_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As every causal model of transformers: `labels` are not shifted, `num_items_in_batch` divides the loss.
+
+        `skip_logits`: with labels make no logits, the loss comes in chunks; by default so in training.
+        `inputs_embeds` and `output_attentions` are refused: the model reads ids, and fused attention keeps no weights.
+        """
+        if input_ids is None or kwargs.get("inputs_embeds") is not None:
+            raise UserError("inputs_embeds cannot be given to a TokenFormer, which reads token ids: give input_ids")
+        if kwargs.get("output_attentions") or self.config.output_attentions:
+            raise UserError("output_attentions is not possible, since fused attention keeps no weights: leave it out")
+        past, targets = past_key_values, kwargs.get("shift_labels")
+        if targets is None and labels is not None:
+            targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        if use_cache is None:
+            use_cache = targets is None and not self.training
+        if self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing:
+            use_cache = False
+            if past is not None:  # backward would fill it a second time
+                raise UserError("gradient checkpointing cannot fill past_key_values: leave the cache out in training")
+        if use_cache and past is None:
+            past = DynamicCache(config=self.config)
+        if position_ids is None and past is not None:
+            position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device) + past.get_seq_length()
+        mask = self._mask(input_ids, attention_mask, position_ids, past)
+        inputs: dict[str, Any] = {
+            "positions": position_ids,
+            "cache": None if past is None and mask is None else HFCache(past, mask),
+        }
+        skip_logits = targets is not None and (self.training if skip_logits is None else skip_logits)
+        logits: Any = None
+        loss: Any = None
+        count: Any = None
+        with self._states(output_hidden_states) as states:
+            if skip_logits:
+                _, loss, count = self.model(input_ids, labels=targets, **inputs)
+            else:
+                hidden = self.model.hidden(input_ids, **inputs)
+                if targets is None:
+                    hidden = hidden[
+                        :, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+                    ]
+                logits = hidden @ self.model.head_weight.to(hidden.dtype).T
+        if targets is not None:
+            if loss is None:
+                exact = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+                loss, count = F.cross_entropy(exact, targets.flatten(), reduction="sum"), (targets != -100).sum()
+            items = kwargs.get("num_items_in_batch")
+            loss = loss / (count.clamp(min=1) if items is None else torch.as_tensor(items, device=loss.device))
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=past, hidden_states=cast(Any, tuple(states) or None)
+        )
+
+    def _mask(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:
+        """None (causal: flash attention) where nothing else is asked for, else what each position sees."""
+        seen: Any = create_causal_mask(
+            config=self.config,
+            inputs_embeds=torch.empty((*ids.shape, 0), dtype=self.dtype, device=ids.device),  # shape and type alone
+            attention_mask=mask,
+            past_key_values=past,
+            position_ids=positions if positions is None or positions.ndim == 2 else positions[None],
+            # a static cache has keys behind the last query: our None, the last query at the last key, is not its mask
+            allow_is_causal_skip=not getattr(past, "is_compileable", False),
+        )
+        if seen is None or seen.dtype == torch.bool:
+            return seen
+        return seen.to(self.model.compute_dtype or self.dtype) if seen.is_floating_point() else seen.bool()
+
+    @contextlib.contextmanager
+    def _states(self, wanted: bool | None) -> Iterator[list[Tensor]]:
+        """Gathers what flows into each block, and what leaves the final norm."""
+        states: list[Tensor] = []
+        hooks = []
+        if self.config.output_hidden_states if wanted is None else wanted:
+            hooks = [b.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])) for b in self.model.blocks]
+            hooks.append(self.model.norm.register_forward_hook(lambda _, __, output: states.append(output)))
+        try:
+            yield states
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Fills what a folder did not hold, as the native model would."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for parameter in module.parameters(recurse=False):
+            if not getattr(parameter, "_is_hf_initialized", False):
+                seed, name = int(torch.randint(2**31, (), device="cpu")), names.get(id(parameter), "embedding.weight")
+                parameter.copy_(initial(name, tuple(parameter.shape), self.model.config, seed, self.model.ends))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        self.model.head = new_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        self.model.config = dataclasses.replace(self.model.config, vocab=embedding.num_embeddings)
+        return embedding
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        """With the modelling file beside the weights, so that the folder loads where our package is not."""
+        if is_main_process:
+            write_text(Path(save_directory) / FILE, modeling_source())
+        self.config.auto_map = AUTO_MAP
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+
+AutoConfig.register("tokenformer", TokenFormerConfig, exist_ok=True)
+AutoModelForCausalLM.register(TokenFormerConfig, TokenFormerForCausalLM, exist_ok=True)
