@@ -561,7 +561,7 @@ class Harness:
             old = frozenset(state.tensors)
             grown = state.leg < leg
             if grown:
-                stage = plan.arm.stages[leg - 1]
+                stage, before = plan.arm.stages[leg - 1], self.validate(plan, state, order)
                 made = grow(state.config, state.tensors, state.optimizer, stage, plan.arm.seed, leg - 1)
                 state = dataclasses.replace(state, leg=leg, config=made[0], tensors=made[1], optimizer=made[2])
             elif leg and plan.arm.stages[leg - 1].ramp:
@@ -570,9 +570,7 @@ class Harness:
             machine.load(state, plan, order)
             growths = state.growths
             if grown:
-                *others, (step, before) = growths
-                after = machine.validate()
-                growths = (*others, (step, before, after))
+                growths = (*growths, (state.step, before, machine.validate()))
             at = state.step
             for mark in [*(m for m in marks if at < m < end), end]:
                 while at < mark:
@@ -582,8 +580,6 @@ class Harness:
                     yield None
                 machine.wait()
                 if mark in marks or mark == end:
-                    if mark == end and leg + 1 < len(plan.legs):
-                        growths = (*growths, (mark, machine.validate()))
                     state = machine.save(mark, leg, growths)
                     if mark < plan.steps:
                         self.states[plan.digest(mark)] = state
@@ -593,6 +589,12 @@ class Harness:
         seconds = sum((e - b) * self.leg_seconds(plan, i) for i, (b, e) in enumerate(plan.legs))
         wall = time.monotonic() - begin
         yield self.facts(plan, state, result, seconds, shared, wall)
+
+    def validate(self, plan: Plan, state: State, order: torch.Tensor) -> dict[str, float]:
+        key, machine = self.machine(plan, state, frozenset(state.tensors))
+        machine.load(state, plan, order)
+        self.free.setdefault(key, []).append(machine)
+        return machine.validate()
 
     def leg_seconds(self, plan: Plan, leg: int) -> float:
         """Seconds of a step alone; before it was measured, a guess from its FLOPs."""

@@ -307,6 +307,7 @@ def check(folder: Path) -> None:
     arms = [arm, *(grown(arm, 288, (0.1, 864), rule=rule) for rule in ("segment", "copy", "split"))]
     arms.append(grown(arm, 96, (0.05, 288), (0.2, 864), ramp=("new", 0.5, 5)))
     arms.append(grown(arm, 96, (0.2, 864), start_layers=1, layers=2))
+    arms.append(grown(arm, 288, (0.05, 864)))  # leaves the second in its middle
     plans = [Plan(a) for a in arms]
     for plan in plans:
         assert 0 <= plan.total - plan.spent < plan.costs[-1], plan.arm.name
