@@ -103,13 +103,11 @@ class Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype))
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def hooked(module: nn.Module) -> bool:
     """Whether something waits for this module's call: a hook, FSDP, a forward that was put in place of its own."""
-    own = module.__dict__  # read there, torch.compile guards on hooks; as attributes it would not
-    return "forward" in own or any(own[kind] for kind in HOOKS)
+    m = module
+    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return bool(hooks) or "forward" in m.__dict__
 
 
 def readable(layer: nn.Module) -> bool:
