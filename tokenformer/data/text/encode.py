@@ -86,7 +86,7 @@ class Encoders:
     """A number of worker processes; `submit` gives a Future of an `Encoded`."""
 
     def __init__(self, tokenizer: Tokenizer, workers: int, end: str | None = None) -> None:
-        package = Path(__file__).parents[2]
+        package = Path(__file__).parents[3]
         paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
         one = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         env = {**os.environ, **one, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
