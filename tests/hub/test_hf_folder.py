@@ -112,7 +112,7 @@ def test_nothing_is_overwritten(saved):
     [
         (lambda raw: raw.update(qkv_token=raw.pop("qkv_tokens")), "unknown key 'qkv_token': did you mean 'qkv_tokens'"),
         (lambda raw: raw.update(rope_scaling={"factor": 2}), "unknown key 'rope_scaling'"),
-        (lambda raw: raw.pop("layers"), "'layers' is missing"),
+        (lambda raw: raw.pop("layers"), "layers' is missing"),
         (lambda raw: raw.update(heads=5), "heads is 5"),
         (lambda raw: raw.update(dim=32), "shape"),
         (lambda raw: raw.update(layers=4), "lacks 'blocks.3"),

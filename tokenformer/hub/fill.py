@@ -7,13 +7,13 @@ from torch import Tensor
 
 from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.models import LanguageModel
+from tokenformer.models import LanguageModel, build
 
 
 def empty(config: ModelConfig) -> LanguageModel:
     """The model without values, on the meta device."""
     with torch.device("meta"):
-        return LanguageModel(config)
+        return build(config)
 
 
 def fill(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> LanguageModel:

@@ -109,7 +109,7 @@ class Opened:
         return model.to(device=self._device, dtype=self._dtype)
 
     def tensors(self, stream: bool) -> tuple[Mapping[str, "Tensor"], Mapping[str, "torch.dtype"], list[dict]]:
-        """Tensors by name, their types, and the growth history. `stream`: of our folder one tensor is held at a time."""
+        """Tensors by name, their types, the growth history. `stream`: of our folder one tensor is held at a time."""
         if stream and self.kind == "ours":
             from tokenformer.hub.folder import Stored
 
