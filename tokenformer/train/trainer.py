@@ -33,7 +33,7 @@ from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.optim import Optimizer
 from tokenformer.train.report import Clock, Report, Silent, Totals, memory, peak_flops, profiler
-from tokenformer.train.run import changes, earlier, lock, settle
+from tokenformer.train.run import changes, earlier, lock, with_batch_sizes
 from tokenformer.train.schedule import factor
 from tokenformer.train.task import LanguageTask
 
@@ -57,7 +57,7 @@ class Trainer:
         self.build()
         with lock(self.folder) if self.place.first else contextlib.nullcontext(), self.signals():
             if self.place.first and checkpoint.all_steps(self.folder) != self.seen:  # somebody was here before the lock
-                raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.again}")
+                raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
             self.resume()
             try:
                 self.loop()
@@ -74,7 +74,7 @@ class Trainer:
         before = earlier(self.folder, self.resuming)
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
-        self.config = settle(self.config, self.place.data_world)
+        self.config = with_batch_sizes(self.config, self.place.data_world)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen = checkpoint.all_steps(self.folder)
         self.found = None if before is None else checkpoint.newest(self.folder, checksums=self.place.first)
@@ -145,8 +145,8 @@ class Trainer:
             path = self.task.pattention
             why = ", the kernels being for GPUs" if path == "reference" and self.device.type == "cpu" else ""
             say(f"Pattention is computed by the {path} path{why} (TOKENFORMER_PATTENTION chooses)")
-        if self.task.backend != "none":
-            say(f"blocks are compiled by {self.task.backend} in the first step (train.compile=none turns it off)")
+        if self.task.compiler != "none":
+            say(f"blocks are compiled by {self.task.compiler} in the first step (train.compile=none turns it off)")
         if self.found is not None:
             say(f"going on from step {self.step} ({self.found})")
         for line in (*self.notes, *(f"changed since the last start: {change}" for change in self.changes)):
@@ -304,7 +304,7 @@ class Trainer:
         self.report.row("event", self.step, what="checkpoint failed", reason=str(error))
         said = f"{error}; the checkpoints before it are untouched"
         if self.config.checkpoint.on_failure == "stop":
-            raise UserError(f"{said}: make room, then go on with: {self.again}") from error
+            raise UserError(f"{said}: make room, then go on with: {self.resume_command}") from error
         self.report.say(f"{said}, and training goes on")
 
     # close: nothing is lost, and the user knows how to go on
@@ -316,10 +316,11 @@ class Trainer:
         if self.stop is None:
             self.report.say(f"done after step {self.step}; {saved}")
         else:
-            self.report.say(f"stopped by {self.stop.name} after step {self.step}; {saved}; go on with: {self.again}")
+            stopped = f"stopped by {self.stop.name} after step {self.step}; {saved}"
+            self.report.say(f"{stopped}; go on with: {self.resume_command}")
 
     @property
-    def again(self) -> str:
+    def resume_command(self) -> str:
         many = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE')} -m "
         return f"{'' if self.place.alone else many}tokenformer train {self.folder} --resume"
 
