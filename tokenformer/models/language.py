@@ -129,6 +129,10 @@ class LanguageModel(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
+    def trunks(self) -> dict[str, "LanguageModel"]:
+        """The parts that have blocks, by the prefix of their parameters: here the model itself."""
+        return {"": self}
+
     def cost(self) -> Cost:
         """Parameters, FLOPs and cache bytes of this model."""
         return cost(self.config)
