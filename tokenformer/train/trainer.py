@@ -26,6 +26,8 @@ from tokenformer.errors import UserError
 from tokenformer.files import write_text
 from tokenformer.growth.schedule import Progress, chain, due
 from tokenformer.growth.schedule import rate as rate_factor
+from tokenformer.hub.folder import read_config, read_history, sidecars
+from tokenformer.hub.open import pick_device
 from tokenformer.models import build as build_model
 from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
@@ -100,7 +102,7 @@ class Trainer:
         if self.found is not None:
             self.grown.load_state_dict(checkpoint.read_state(self.found)["growth"])
             done = len(self.grown.steps)
-            if done >= len(self.chain) or checkpoint.read_model_config(self.found) != self.chain[done]:
+            if done >= len(self.chain) or read_config(self.found / "model") != self.chain[done]:
                 raise UserError(
                     f"{self.found} holds a model that the config does not lead to by {done} growths: "
                     "resume with the config that the run was made with"
@@ -108,7 +110,7 @@ class Trainer:
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
         loggers.check(self.config)
-        self.device = self.place.device(pick_device(self.config.train.device))
+        self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
@@ -148,7 +150,7 @@ class Trainer:
             state = checkpoint.read_state(self.found)
             self.step = state["step"]
             checkpoint.read_model(self.found, self.layout)
-            self.model.history = checkpoint.read_history(self.found)
+            self.model.history = read_history(self.found / "model")
             self.optimizer.load_state_by_name(checkpoint.read_optimizer(self.found, self.layout))
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
@@ -326,7 +328,7 @@ class Trainer:
                 return
             state = {"format": 1, "step": self.step, "rng": checkpoint.rng_state()}
             state |= {name: part.state_dict() for name, part in self.parts.items()}
-            beside = checkpoint.model_files(self.model.config, self.model.history, None) | self.task.files()
+            beside = sidecars(self.model.config, self.model.history) | self.task.files()
             try:
                 self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state)
             except CheckpointFailed as error:
@@ -396,9 +398,3 @@ def choose_task(config: Config) -> type[Task]:
     if name not in TASKS:
         raise UserError(f"task is '{name}', but must be {', '.join(TASKS)}; or give `Trainer` a `task`")
     return TASKS[name]
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device is cuda, but PyTorch sees no GPU: set train.device=cpu, or mend the driver")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
