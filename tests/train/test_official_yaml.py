@@ -9,9 +9,9 @@ from tokenformer.data.prepare import prepare
 from tokenformer.errors import UserError
 from tokenformer.hub import save
 from tokenformer.hub.official_config import load_config
+from tokenformer.hub.run_folder import all_steps, newest_whole
 from tokenformer.hub.tensors import read_tensors
 from tokenformer.models import LanguageModel
-from tokenformer.train.checkpoint import all_steps, newest
 from tokenformer.train.report import read_rows
 from tokenformer.train.run import settle
 from tokenformer.train.trainer import Trainer
@@ -119,4 +119,4 @@ def test_what_cannot_be_followed_is_refused(shared, tmp_path, line, sentence):
     with pytest.raises(UserError, match=sentence):
         load_config(*files, training=True)
     assert load_config(*files).model.layers == 12  # the model alone can still be read
-    assert newest(tmp_path) is None
+    assert newest_whole(tmp_path) is None

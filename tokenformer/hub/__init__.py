@@ -16,12 +16,14 @@ FORMATS = ("ours", "hf", "official")
 HUB_NAME = r"\w([\w.-]*\w)?/\w([\w.-]*\w)?"  # owner/model; ../model and ./model are paths
 
 
-def locate(source: str | Path) -> tuple[str, Path]:
-    """What stands at a path, or behind a hub name: (ours | checkpoint | hf | official, where). A run is its last
+def locate(source: str | Path, checksums: bool = False) -> tuple[str, Path]:
+    """What stands at a path, or behind a hub name: (ours | checkpoint | hf | official, where). A run is its newest
 
-    checkpoint, and a checkpoint its folder `model`.
+    whole checkpoint, and a checkpoint its folder `model`. With `checksums` every byte of it is checked.
     """
+    from tokenformer.files import check_manifest
     from tokenformer.hub import official
+    from tokenformer.hub.run_folder import newest_whole
 
     path = Path(source)
     if not path.exists():
@@ -32,9 +34,11 @@ def locate(source: str | Path) -> tuple[str, Path]:
         path = snapshot(str(source))
     if (path / "config.yml").is_file() and any(path.glob("model*.safetensors")):
         return "ours", path
-    last = path / "checkpoints" / "last"
-    path = last.parent / last.read_text(encoding="utf-8").strip() if last.is_file() else path
+    newest = newest_whole(path, checksums)
+    path = newest or path
     if (path / "state.json").is_file() and (path / "model" / "config.yml").is_file():
+        if checksums and newest is None:
+            check_manifest(path)
         return "checkpoint", path / "model"
     if (path / "config.json").is_file() and '"model_type": "tokenformer"' in (path / "config.json").read_text():
         return "hf", path
@@ -56,7 +60,7 @@ def load(
     """A model from our folder, a run or checkpoint, a Hugging Face folder, official weights, or a hub name such as
     `Haiyang-W/TokenFormer-150M`. `config` is for official weights that have none beside them.
     """
-    kind, path = locate(source)
+    kind, path = locate(source, checksums=True)
     if kind == "official":
         from tokenformer.hub.official import load_official
 
