@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from tokenformer.config import DataConfig
-from tokenformer.data.indexed import Indexed, write_index
 from tokenformer.data.loader import Loader
+from tokenformer.data.text.indexed import Indexed, write_index
 
 CONTEXT, MICRO = 2048, 16
 

@@ -22,7 +22,7 @@ import numpy as np
 
 RAW = """
 import json, sys, time
-from tokenformer.data.tokenizer import load_tokenizer
+from tokenformer.data.text.tokenizer import load_tokenizer
 documents = [json.loads(line)["text"] for line in open(sys.argv[1], encoding="utf-8")]
 library = load_tokenizer("gpt-neox-20b")._inner
 library.encode_batch_fast(documents[:8])
@@ -32,7 +32,7 @@ print(time.perf_counter() - start, time.process_time() - cpu)
 """
 WHOLE = """
 import sys, numpy, pathlib
-from tokenformer.data.tokenizer import load_tokenizer
+from tokenformer.data.text.tokenizer import load_tokenizer
 text = pathlib.Path(sys.argv[1]).read_bytes().decode()
 ids = load_tokenizer("gpt-neox-20b")._inner.encode_batch_fast([text])[0].ids
 numpy.array([*ids, 0], numpy.uint16).tofile(sys.argv[2])

@@ -21,7 +21,7 @@ MAY = {
     "growth": {"models", "config"} | OPEN,
     "data": {"config"} | OPEN,
     "parallel": {"models", "ops", "config"} | OPEN,
-    "hub": {"models", "config"} | OPEN,
+    "hub": {"data", "models", "config"} | OPEN,
     "infer": {"models", "ops", "config"} | OPEN,
     "train": BELOW | OPEN,
     "eval": {"infer", "hub", "data", "models", "config"} | OPEN,
@@ -29,7 +29,7 @@ MAY = {
     "__init__": BELOW | {"errors"},
     "__main__": {"cli"},
 }
-# optional libraries, and how many files may import each
+# optional libraries, each imported in one file; transformers in one folder
 OPTIONAL = (
     "transformers",
     "lm_eval",
@@ -83,8 +83,8 @@ def test_the_law_would_catch_a_forbidden_import(tmp_path):
 
 @pytest.mark.parametrize("library", OPTIONAL)
 def test_an_optional_library_is_imported_in_one_file_at_most(library):
-    users = [str(p.relative_to(PACKAGE)) for p in files() if any(n.split(".")[0] == library for n in imports(p))]
-    assert len(users) <= 1, users
+    users = [p.relative_to(PACKAGE) for p in files() if any(n.split(".")[0] == library for n in imports(p))]
+    assert len(users) <= 1 or {str(p.parent) for p in users} == {"hub/hf"}, users
 
 
 def test_no_file_is_longer_than_one_idea():

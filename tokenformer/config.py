@@ -30,6 +30,7 @@ from tokenformer.strict import to_yaml as to_yaml
 Theta = Literal["l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu"]
 Tokens = int | list[int]
 PROJECTIONS = ("qkv", "proj", "ffn")
+PROJECTION_OF = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}  # of a block's layers
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,13 @@ class LayerOverride:
 class ModelConfig:
     """The shape of a model; everything that decides the function and nothing else."""
 
-    layers: int = key("blocks")
-    dim: int = key("width of the residual stream")
-    heads: int = key("attention heads; must divide dim")
+    layers: int = key("blocks", 0, quiet=True)
+    dim: int = key("width of the residual stream", 0, quiet=True)
+    heads: int = key("attention heads; must divide dim", 0, quiet=True)
+    of: str = key("what the model is of: language, or what a caller's `build` makes", "language", quiet=True)
+    trunks: dict[str, "ModelConfig"] = key(
+        "of a model of several trunks: name → that trunk's own keys; its parameters are called NAME.…", make=dict
+    )
     kind: Literal["tokenformer", "transformer", "llama"] = key(
         "projections: parameter tokens; linear with a GELU MLP; linear with SwiGLU, RMSNorm and grouped heads",
         "tokenformer",
@@ -74,8 +79,14 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.trunks:
+            for name in ("layers", "dim", "heads", "qkv_tokens", "proj_tokens", "ffn_tokens", "tau", "layer_overrides"):
+                need(not getattr(self, name), f"model.{name} belongs to each of model.trunks: move it there")
+            return
         for name in ("layers", "dim", "heads", "context", "vocab"):
-            need(getattr(self, name) > 0, f"model.{name} is {getattr(self, name)}: give a number above 0")
+            value = getattr(self, name)
+            need(value != 0, f"key 'model.{name}' is missing: give a number above 0")
+            need(value > 0, f"model.{name} is {value}: give a number above 0")
         need(self.dim % self.heads == 0, f"model.heads is {self.heads}, which does not divide dim {self.dim}")
         need(self.norm_eps > 0, f"model.norm_eps is {self.norm_eps}: give a number above 0")
         need(self.rotary_base > 0, f"model.rotary_base is {self.rotary_base}: give a number above 0")
@@ -146,8 +157,19 @@ class ModelConfig:
         need(all(0 < t < math.inf for t in scales), f"tau.{which} is {scales}: every τ is a finite number above 0")
         return list(zip(sizes, scales, strict=True))
 
+    def trunk(self, prefix: str) -> "ModelConfig":
+        """The config of one trunk, by the prefix of its parameters: "" (a model that is one trunk), "image."."""
+        return self.trunks[prefix.removesuffix(".")] if prefix else self
+
+    def with_trunk(self, prefix: str, trunk: "ModelConfig") -> "ModelConfig":
+        """The same model with another config of one trunk."""
+        changed = {**self.trunks, prefix.removesuffix("."): trunk}
+        return dataclasses.replace(self, trunks=changed) if prefix else trunk
+
     def resolved(self) -> "ModelConfig":
         """The same model with every τ written out."""
+        if self.trunks:
+            return dataclasses.replace(self, trunks={name: trunk.resolved() for name, trunk in self.trunks.items()})
         if self.kind != "tokenformer":
             return self
 

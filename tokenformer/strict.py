@@ -15,9 +15,9 @@ from typing import Any, Literal
 from tokenformer.errors import UserError
 
 
-def key(doc: str, default: Any = dataclasses.MISSING, make: Any = dataclasses.MISSING) -> Any:
-    """A config key: what it means, and its default (or the function that makes it)."""
-    return dataclasses.field(default=default, default_factory=make, metadata={"doc": doc})
+def key(doc: str, default: Any = dataclasses.MISSING, make: Any = dataclasses.MISSING, quiet: bool = False) -> Any:
+    """A config key: what it means, and its default (or the function that makes it). `quiet`: not written as default."""
+    return dataclasses.field(default=default, default_factory=make, metadata={"doc": doc, "quiet": quiet})
 
 
 def need(holds: bool, sentence: str) -> None:
@@ -156,15 +156,18 @@ def _words(kind: Any) -> str:
 
 
 def to_dict(config: Any) -> dict:
-    """Plain containers of a config; keys that say nothing (null, empty) are left out."""
-    raw = dataclasses.asdict(config)
+    """Plain containers of a config; keys that say nothing (null, empty, quiet defaults) are left out."""
 
-    def prune(value: Any) -> Any:
+    def plain(value: Any, inside_list: bool = False) -> Any:
+        if dataclasses.is_dataclass(value):
+            pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+            value = {f.name: v for f, v in pairs if not (f.metadata["quiet"] and v == f.default)}
         if isinstance(value, dict):
-            return {k: prune(v) for k, v in value.items() if v is not None and v != {}}
-        return value
+            said = {k: plain(v) for k, v in value.items()}
+            return said if inside_list else {k: v for k, v in said.items() if v is not None and v != {}}
+        return [plain(item, inside_list=True) for item in value] if isinstance(value, list) else value
 
-    return prune(raw)
+    return plain(config)
 
 
 def to_yaml(config: Any) -> str:

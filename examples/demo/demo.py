@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 from tokenformer.config import Config, load
-from tokenformer.data.prepare import prepare
+from tokenformer.data.text.prepare import prepare
 from tokenformer.growth.schedule import chain
 from tokenformer.models.cost import cost
 from tokenformer.terminal import table

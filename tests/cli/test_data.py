@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokenformer.cli.main import main
-from tokenformer.data.indexed import Indexed
+from tokenformer.data.text.indexed import Indexed
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from rows import ROWS, write_rows
 from tokenformer import hub
 from tokenformer.cli.main import main
 from tokenformer.config import ModelConfig
-from tokenformer.data.tokenizer import ByteTokenizer
+from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.eval.paper import PAPER
 from tokenformer.eval.tasks import TASKS
 from tokenformer.models import LanguageModel

@@ -14,7 +14,7 @@ import torch
 from tokenformer.cli.generate import stoppable
 from tokenformer.cli.main import main
 from tokenformer.config import ModelConfig
-from tokenformer.data.tokenizer import ByteTokenizer
+from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.hub import save
 from tokenformer.models import LanguageModel
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tokenformer import LanguageModel, ModelConfig, load, save
 from tokenformer.cli.main import main
-from tokenformer.data.tokenizer import load_tokenizer
+from tokenformer.data.text.tokenizer import load_tokenizer
 
 SHAPE = {"layers": 2, "dim": 32, "heads": 4, "qkv_tokens": 16, "proj_tokens": 16, "ffn_tokens": 32, "context": 64}
 

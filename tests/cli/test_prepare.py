@@ -3,7 +3,7 @@
 import json
 
 from tokenformer.cli.main import main
-from tokenformer.data.indexed import Indexed
+from tokenformer.data.text.indexed import Indexed
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tokenformer import UserError
 from tokenformer.config import DataConfig
-from tokenformer.data.indexed import write_set
 from tokenformer.data.loader import Loader
+from tokenformer.data.text.indexed import write_set
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cut by tokens")
 GOLDEN = Path(__file__).parent / "golden" / "indexed"

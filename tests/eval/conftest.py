@@ -12,7 +12,7 @@ from rows import write_rows
 
 from tokenformer import hub
 from tokenformer.config import ModelConfig
-from tokenformer.data.tokenizer import FileTokenizer, train_tokenizer
+from tokenformer.data.text.tokenizer import FileTokenizer, train_tokenizer
 from tokenformer.models import LanguageModel
 
 ALICE = Path(__file__).parents[1] / "data" / "alice.txt"

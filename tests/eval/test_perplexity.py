@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenformer.data.indexed import write_set
-from tokenformer.data.tokenizer import ByteTokenizer
+from tokenformer.data.text.indexed import write_set
+from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.perplexity import Document, open_documents, perplexity, windows
 
@@ -92,7 +92,7 @@ def test_a_set_and_its_text_agree_and_end_tokens_are_never_counted(model, tokeni
 
 
 def test_an_end_token_that_a_text_names_is_left_out_as_in_the_prepared_set(model, tokenizer, tmp_path):
-    from tokenformer.data.prepare import prepare
+    from tokenformer.data.text.prepare import prepare
 
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     (tmp_path / "named.txt").write_text("ROMEO: hello<|endoftext|>JULIET: hi")
@@ -109,7 +109,7 @@ def test_an_end_token_that_a_text_names_is_left_out_as_in_the_prepared_set(model
 @pytest.mark.parametrize("documents", [40, 2])
 def test_a_part_of_a_set_is_what_data_split_writes(tokenizer, tmp_path, documents):
     """Also where documents are too few, so that parts are cut by tokens."""
-    from tokenformer.data.sets import split
+    from tokenformer.data.text.sets import split
 
     rows = [[[*range(1 + i, 30 + 2 * i), tokenizer.end_of_document]] for i in range(documents)]
     write_set(tmp_path / "set_text_document", rows)

@@ -339,7 +339,7 @@ def test_what_is_missing_is_said_and_filled_as_the_native_model_would(one, tmp_p
 
 def test_loading_draws_no_random_numbers_and_takes_a_type(one, tmp_path, monkeypatch):
     one[1].save_pretrained(tmp_path)
-    import tokenformer.hub.hf as hf
+    import tokenformer.hub.hf.language as hf
     import tokenformer.models.init as init
 
     for module in (hf, init):

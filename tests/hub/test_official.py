@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from tokenformer.config import LayerOverride, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.hub import load, save
-from tokenformer.hub.names import to_official
 from tokenformer.hub.official import refusal
 from tokenformer.hub.official_config import load_config, read_generation
+from tokenformer.hub.official_names import to_official
 from tokenformer.models import LanguageModel
 
 SHAPE = {"layers": 2, "dim": 32, "heads": 2, "qkv_tokens": 9, "proj_tokens": 16, "ffn_tokens": 25, "vocab": 64}

@@ -3,7 +3,7 @@
 import pytest
 from small_models import make
 
-from tokenformer.data.tokenizer import load_tokenizer
+from tokenformer.data.text.tokenizer import load_tokenizer
 from tokenformer.errors import UserError
 from tokenformer.infer import Engine, Sampling, write_texts
 from tokenformer.infer.session import Session

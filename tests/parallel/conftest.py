@@ -12,7 +12,7 @@ import pytest
 from tests.parallel.cases import ADAMW, BOTH, EQUAL, MUON, ODD, ONE, PLAIN, RUNS, THREE, TWO, Run, mesh, run
 from tests.parallel.workers import train, worker
 from tests.train.conftest import TEXT, TINY
-from tokenformer.data.prepare import prepare
+from tokenformer.data.text.prepare import prepare
 
 COUNTS = {  # what is sent, by what: see test_token.py
     "l2": run(ODD, on=TWO),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import result
+from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.run_folder import newest_whole
-from tokenformer.hub.tensors import read_tensors
 
 pytestmark = pytest.mark.multi
 MODEL = ["model.heads=4", "model.rotary_fraction=0.5", "batch=8", "micro_batch=2", "checkpoint.every=5", "log.every=5"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tokenformer.config import Config, load
-from tokenformer.data.prepare import prepare
+from tokenformer.data.text.prepare import prepare
+from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.run_folder import newest_whole
-from tokenformer.hub.tensors import read_tensors
 from tokenformer.train.checkpoint import read_state
 
 TEXT = Path(__file__).parents[1] / "data" / "alice.txt"

@@ -16,8 +16,8 @@ from tokenformer import load as load_model
 from tokenformer.cli.main import main
 from tokenformer.config import load, to_yaml
 from tokenformer.errors import UserError
+from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.run_folder import all_steps
-from tokenformer.hub.tensors import read_tensors
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
 

@@ -5,12 +5,12 @@ import torch
 
 from tests.train.conftest import TEXT
 from tokenformer.config import load
-from tokenformer.data.prepare import prepare
+from tokenformer.data.text.prepare import prepare
 from tokenformer.errors import UserError
 from tokenformer.hub import save
+from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.official_config import load_config
 from tokenformer.hub.run_folder import all_steps, newest_whole
-from tokenformer.hub.tensors import read_tensors
 from tokenformer.models import LanguageModel
 from tokenformer.train.report import read_rows
 from tokenformer.train.run import settle
@@ -27,7 +27,7 @@ TOKENS = ("model.qkv_tokens=16", "model.proj_tokens=16", "model.ffn_tokens=48")
 @pytest.fixture
 def official_set(tmp_path):
     """As the official tool leaves it: no description beside it, one tokenizer file somewhere."""
-    from tokenformer.data.tokenizer import ByteTokenizer
+    from tokenformer.data.text.tokenizer import ByteTokenizer
 
     prefix = prepare([TEXT], tmp_path / "set", "alice", tokenizer="byte", workers=1)
     (tmp_path / "set" / "alice.json").unlink()

@@ -10,8 +10,8 @@ import torch
 from tests.train.conftest import result, same
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, write_manifest
+from tokenformer.hub.dcp import read_tensors, write_tensors
 from tokenformer.hub.run_folder import newest_whole
-from tokenformer.hub.tensors import read_tensors, write_tensors
 from tokenformer.train.trainer import Trainer
 
 

@@ -13,8 +13,8 @@ from tests.train.conftest import result, same
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, check_manifest
 from tokenformer.hub import save
+from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.run_folder import all_steps, newest_whole
-from tokenformer.hub.tensors import read_tensors
 from tokenformer.models import LanguageModel
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer

@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from tokenformer import hub
-    from tokenformer.data.tokenizer import BUNDLED, load_tokenizer
+    from tokenformer.data.text.tokenizer import BUNDLED, load_tokenizer
     from tokenformer.files import refuse_existing
     from tokenformer.hub.official_config import load_config
 

@@ -56,7 +56,7 @@ def _shares(text: str) -> list[float]:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    from tokenformer.data import indexed, sets
+    from tokenformer.data.text import indexed, sets
     from tokenformer.terminal import progress
 
     for path in args.sets:
@@ -70,8 +70,8 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _stats(args: argparse.Namespace) -> None:
-    from tokenformer.data import sets
-    from tokenformer.data.indexed import Indexed
+    from tokenformer.data.text import sets
+    from tokenformer.data.text.indexed import Indexed
     from tokenformer.terminal import table
 
     if args.context < 1:
@@ -81,9 +81,9 @@ def _stats(args: argparse.Namespace) -> None:
 
 
 def _peek(args: argparse.Namespace) -> None:
-    from tokenformer.data.indexed import Indexed
     from tokenformer.data.loader import set_tokenizer
-    from tokenformer.data.tokenizer import load_tokenizer
+    from tokenformer.data.text.indexed import Indexed
+    from tokenformer.data.text.tokenizer import load_tokenizer
 
     source = Indexed(args.set)
     if not 0 <= args.document < source.documents:
@@ -102,8 +102,8 @@ def _peek(args: argparse.Namespace) -> None:
 
 
 def _split(args: argparse.Namespace) -> None:
-    from tokenformer.data import sets
-    from tokenformer.data.indexed import Indexed
+    from tokenformer.data.text import sets
+    from tokenformer.data.text.indexed import Indexed
     from tokenformer.terminal import progress
 
     shares = _shares(args.shares)
@@ -114,8 +114,8 @@ def _split(args: argparse.Namespace) -> None:
 
 
 def _merge(args: argparse.Namespace) -> None:
-    from tokenformer.data import sets
-    from tokenformer.data.indexed import Indexed
+    from tokenformer.data.text import sets
+    from tokenformer.data.text.indexed import Indexed
     from tokenformer.terminal import progress
 
     with progress("merging", sum(len(Indexed(p).tokens) for p in args.sets), " tokens") as advance:

@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from tokenformer.data.tokenizer import fingerprint
+    from tokenformer.data.text.tokenizer import fingerprint
     from tokenformer.eval.perplexity import window
     from tokenformer.eval.ranks import leave, local_device, rank
     from tokenformer.eval.source import open_model
@@ -103,11 +103,11 @@ def shares(source: str | Path) -> list[float]:
 
 
 def check_text(text: str, part: str | None) -> None:
-    from tokenformer.data.sources import find_sources
+    from tokenformer.data.text.inputs import find_inputs
     from tokenformer.eval.perplexity import is_prepared
 
     if not is_prepared(text):
-        find_sources([text])
+        find_inputs([text])
         if part is not None:
             raise UserError(f"{text} is no prepared set, so it has no part {part}: prepare it, or leave --part out")
 

@@ -149,7 +149,7 @@ def text_ids(path: Path, source: str, config: "ModelConfig", tokenizer: str | No
     import torch
 
     from tokenformer import hub
-    from tokenformer.data.tokenizer import FileTokenizer, load_tokenizer
+    from tokenformer.data.text.tokenizer import FileTokenizer, load_tokenizer
 
     try:
         text = path.read_text(encoding="utf-8")

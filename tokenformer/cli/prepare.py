@@ -38,9 +38,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from tokenformer.data.named import SETS, fetch, resolve
-    from tokenformer.data.prepare import prepare
-    from tokenformer.data.texts import Reading
+    from tokenformer.data.text.named import SETS, fetch, resolve
+    from tokenformer.data.text.prepare import prepare
+    from tokenformer.data.text.reading import Reading
 
     if args.workers is not None and args.workers < 1:
         raise UserError(f"--workers {args.workers} cannot work: give 1 or more")

@@ -33,16 +33,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from tokenformer.data.sources import find_sources
-    from tokenformer.data.texts import Reading, read_units
-    from tokenformer.data.tokenizer import load_tokenizer, train_tokenizer
+    from tokenformer.data.text.inputs import find_inputs
+    from tokenformer.data.text.reading import Reading, read_units
+    from tokenformer.data.text.tokenizer import load_tokenizer, train_tokenizer
     from tokenformer.terminal import meter
 
     files.refuse_existing(args.out)
     files.check_writable(args.out)
     if args.vocab < 257:
         raise UserError(f"--vocab {args.vocab} cannot hold all bytes and the end of a document: give 257 or more")
-    sources = find_sources(args.inputs)
+    sources = find_inputs(args.inputs)
     reading = Reading(format=args.format, field=args.field, on_error=args.on_error)
     cuts = load_tokenizer("gpt-neox-20b").cuts
     done = 0
@@ -66,7 +66,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
-    from tokenformer.data.tokenizer import fingerprint, load_tokenizer, padded_vocab
+    from tokenformer.data.text.tokenizer import fingerprint, load_tokenizer, padded_vocab
     from tokenformer.terminal import table
 
     tokenizer = load_tokenizer(args.name)

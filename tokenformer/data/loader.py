@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from tokenformer.config import DataConfig
-from tokenformer.data.indexed import Indexed, description_path
-from tokenformer.data.official_order import OfficialOrder
-from tokenformer.data.samples import PARTS, Blend, PermutedOrder, bounds, part_edges
-from tokenformer.data.tokenizer import FileTokenizer, Tokenizer, fingerprint, load_tokenizer
+from tokenformer.data.text.indexed import Indexed, description_path
+from tokenformer.data.text.official_order import OfficialOrder
+from tokenformer.data.text.samples import PARTS, Blend, PermutedOrder, bounds, part_edges
+from tokenformer.data.text.tokenizer import FileTokenizer, Tokenizer, fingerprint, load_tokenizer
 from tokenformer.errors import UserError
 
 IGNORED = -100  # a label that counts in no loss

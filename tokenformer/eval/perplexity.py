@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenformer.data.indexed import Indexed, find_prefix
-from tokenformer.data.samples import PARTS, part_edges
-from tokenformer.data.sources import find_sources
-from tokenformer.data.texts import Reading, read_units
-from tokenformer.data.tokenizer import Tokenizer
+from tokenformer.data.text.indexed import Indexed, find_prefix
+from tokenformer.data.text.inputs import find_inputs
+from tokenformer.data.text.reading import Reading, read_units
+from tokenformer.data.text.samples import PARTS, part_edges
+from tokenformer.data.text.tokenizer import Tokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.ranks import spread
 from tokenformer.models import LanguageModel
@@ -203,7 +203,7 @@ def _prepared(path: str | Path, tokenizer: Tokenizer, part: str | None, shares: 
 def _texts(path: str | Path, tokenizer: Tokenizer, field: str) -> Iterator[Document]:
     end = tokenizer.end_of_document
     end_bytes = len(tokenizer.decode([end]).encode())
-    for source in find_sources([path]):
+    for source in find_inputs([path]):
         ids, size = [], 0
         for unit in read_units(source, Reading(field=field, can_skip=False), tokenizer.cuts):
             if unit.left_out:

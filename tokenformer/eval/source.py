@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenformer.data.tokenizer import BUNDLED, FileTokenizer, Tokenizer, load_tokenizer, padded_vocab
+from tokenformer.data.text.tokenizer import BUNDLED, FileTokenizer, Tokenizer, load_tokenizer, padded_vocab
 from tokenformer.errors import UserError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenformer.data.tokenizer import Tokenizer
+from tokenformer.data.text.tokenizer import Tokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.ranks import spread
 from tokenformer.infer.packed import Packed
@@ -144,7 +144,7 @@ def check_pairs(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], whose: Seq
 def encode_pair(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
     """Ids of a context and what follows it: cut apart after both were encoded as one text.
 
-    >>> from tokenformer.data.tokenizer import load_tokenizer
+    >>> from tokenformer.data.text.tokenizer import load_tokenizer
     >>> encode_pair(load_tokenizer("byte"), "a ", "b")
     ([98], [33, 99])
     """

@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenformer.config import ModelConfig
 from tokenformer.growth.plan import ALL, Plan, rms
 from tokenformer.growth.shape import sizes, table, with_table
+from tokenformer.models import LanguageModel
 from tokenformer.models.init import draw, initial
 from tokenformer.strict import need
 
@@ -50,7 +51,7 @@ class Widened:
         key = f"growth {plan.number}/{name}"
         if self.block:
             shape = [new for _, new in (self.rows or (0, old.shape[0]), self.columns or (0, old.shape[-1]))][: old.ndim]
-            new = initial(key, tuple(shape), plan.config, plan.seed).to(old)
+            new = initial(name, tuple(shape), plan.config, plan.seed, LanguageModel.ends, key).to(old)
             new[tuple(slice(n) for n in old.shape)] = old
             return new
         for dim, size in ((0, self.rows), (1, self.columns)):

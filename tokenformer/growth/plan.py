@@ -75,7 +75,7 @@ def _rows(name: str, recipe: Recipe, tensors: Mapping[str, Tensor], plan: "Plan"
     if not math.isfinite(size):
         raise UserError(f"'{recipe.like[0]}' holds values that are not finite: grow from weights that are whole")
     # an RMS of 0 (values of a growth that never trained) would make dead rows: begin as a new model does
-    values = draw(plan.seed, key, shape) * size if size else initial(key, shape, plan.config, plan.seed)
+    values = draw(plan.seed, key, shape) * size if size else initial(name, shape, plan.config, plan.seed, {}, key)
     return values.to(device=model.device, dtype=model.dtype)
 
 

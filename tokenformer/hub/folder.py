@@ -58,7 +58,7 @@ def load_folder(folder: Path) -> LanguageModel:
 
 def load_checkpoint(folder: Path) -> LanguageModel:
     """The `model` folder of a checkpoint that was found whole: its files hold slices, so DCP reads them."""
-    from tokenformer.hub.tensors import read_tensors  # importing DCP takes a while
+    from tokenformer.hub.dcp import read_tensors  # importing DCP takes a while
 
     return _filled(folder, read_tensors(folder))
 

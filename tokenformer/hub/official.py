@@ -17,9 +17,9 @@ from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder
 from tokenformer.hub import unpickle, zero
 from tokenformer.hub.fill import fill
-from tokenformer.hub.names import to_official, to_ours
 from tokenformer.hub.official_config import is_official, load_config
 from tokenformer.hub.official_config import to_official as official_keys
+from tokenformer.hub.official_names import to_official, to_ours
 from tokenformer.models import LanguageModel
 
 HEADS = {(12, 768): 12, (24, 1024): 16, (32, 1280): 16, (40, 1536): 16}  # of the released models, by (layers, dim)

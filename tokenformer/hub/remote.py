@@ -106,9 +106,9 @@ def modeling_source() -> str:
                 keep(module, other)
         kept[name] = origin
 
-    read("tokenformer.hub.hf")
+    read("tokenformer.hub.hf.language")
     for cls in AUTO_MAP.values():
-        keep("tokenformer.hub.hf", cls.split(".")[1])
+        keep("tokenformer.hub.hf.language", cls.split(".")[1])
     parts = [HEADER + "\n" + "\n".join(sorted({origin for origin in kept.values() if " " in origin}))]
     for module, source in sources.items():
         nodes = {id(node): node for name, node in source.definitions.items() if kept.get(name) == module}

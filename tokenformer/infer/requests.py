@@ -131,7 +131,7 @@ def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
 def stop_token(tokenizer: AnyTokenizer, word: str) -> int:
     """The id that a number or the text of one token names.
 
-    >>> from tokenformer.data.tokenizer import load_tokenizer
+    >>> from tokenformer.data.text.tokenizer import load_tokenizer
     >>> stop_token(load_tokenizer("byte"), "12"), stop_token(load_tokenizer("byte"), "A")
     (12, 66)
     """

@@ -82,7 +82,7 @@ class Piecewise:
 def to_ids(tokenizer: AnyTokenizer, text: str, name: str = "the prompt") -> list[int]:
     """Ids of a prompt; an empty one is the beginning of a document.
 
-    >>> from tokenformer.data.tokenizer import load_tokenizer
+    >>> from tokenformer.data.text.tokenizer import load_tokenizer
     >>> to_ids(load_tokenizer("byte"), "AB"), to_ids(load_tokenizer("byte"), "")
     ([66, 67], [0])
     """

@@ -1,9 +1,40 @@
-"""Plain modules that read like the paper, built from configs."""
+"""Plain modules that read like the paper, built from configs. A name is imported when it is used, torch with it."""
 
+import importlib
+from typing import TYPE_CHECKING
+
+from tokenformer.config import ModelConfig
+from tokenformer.errors import UserError
 from tokenformer.models.cost import Cost as Cost
 from tokenformer.models.cost import cost as cost
-from tokenformer.models.init import init_weights as init_weights
-from tokenformer.models.language import Cache as Cache
-from tokenformer.models.language import LanguageModel as LanguageModel
-from tokenformer.models.language import Output as Output
-from tokenformer.models.layers import Pattention as Pattention
+
+if TYPE_CHECKING:
+    from tokenformer.models.init import init_weights as init_weights
+    from tokenformer.models.language import Cache as Cache
+    from tokenformer.models.language import LanguageModel as LanguageModel
+    from tokenformer.models.language import Output as Output
+    from tokenformer.models.layers import Pattention as Pattention
+
+_HOME = {"init_weights": "init", "Pattention": "layers"}
+_HOME |= dict.fromkeys(("Cache", "LanguageModel", "Output"), "language")
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'tokenformer.models' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"tokenformer.models.{_HOME[name]}"), name)
+
+
+def build(config: ModelConfig, seed: int = 0) -> "LanguageModel":
+    """The model that a config describes, chosen by `of`.
+
+    >>> config = ModelConfig(layers=1, dim=32, heads=4, qkv_tokens=16, proj_tokens=16, ffn_tokens=64, vocab=128)
+    >>> type(build(config)).__name__
+    'LanguageModel'
+    """
+    from tokenformer.models.language import LanguageModel
+
+    kinds = {"language": LanguageModel}
+    if config.of not in kinds:
+        raise UserError(f"model.of is '{config.of}', but must be {', '.join(kinds)}; or give `Trainer` a `build`")
+    return kinds[config.of](config, seed)

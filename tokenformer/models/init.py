@@ -4,32 +4,43 @@ so that one process and a thousand, on any device, begin with the same model. Dr
 """
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
+from tokenformer.models.names import Role, parse
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """The official initialisation: keys, embeddings and inward matrices N(0, 0.02); all values and outward matrices
-
-    N(0, 2/(layers·√dim)). `config.init: centred` subtracts from values their mean over the tokens of a segment.
-    """
+    """Fill a model with the official initialisation (see `initial`)."""
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial(name, tuple(parameter.shape), config, seed))
+        parameter.copy_(initial(name, tuple(parameter.shape), config, seed, model.ends))  # pyrefly: ignore
 
 
-def initial(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """The first values of one parameter."""
-    if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    if name.endswith("norm.bias"):
-        return torch.zeros(shape)
-    outward = name.endswith(("value_tokens", "proj.weight", "down.weight"))
-    values = draw(seed, name, shape) * (2 / (config.layers * config.dim**0.5) if outward else 0.02)
-    if config.init == "centred" and name.endswith("value_tokens"):
+def initial(
+    name: str,
+    shape: tuple[int, ...],
+    config: ModelConfig,
+    seed: int,
+    ends: Mapping[str, Role],
+    key: str | None = None,
+) -> Tensor:
+    """The first values of one parameter: keys, tables and inward matrices N(0, 0.02); values and outward matrices
+    N(0, 2/(layers·√dim)) of their trunk.
+
+    `config.init: centred` subtracts from values their mean over the tokens of a segment. `key` is what the numbers are
+    drawn by instead of the name.
+    """
+    found = parse(name, ends)
+    role = found.role.kind
+    if not found.role.decays:
+        return torch.full(shape, {"one": 1.0, "zero": 0.0}.get(role, found.role.start))
+    trunk, outward = config.trunk(found.trunk), role in ("value", "outward")
+    values = draw(seed, key or name, shape) * (2 / (trunk.layers * trunk.dim**0.5) if outward else 0.02)
+    if trunk.init == "centred" and role == "value":
         values -= values.mean(0)
     return values
 

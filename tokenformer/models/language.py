@@ -3,7 +3,8 @@
 `forward` with labels returns a loss sum and a count and never holds all logits. Legend: B batch, T positions, D dim.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from tokenformer.config import ModelConfig
 from tokenformer.models.cost import Cost, cost
 from tokenformer.models.init import init_weights
 from tokenformer.models.layers import Block, Linear, Norm
+from tokenformer.models.names import ONE, TABLE, ZERO, Role
 from tokenformer.ops.cross_entropy import linear_cross_entropy
 from tokenformer.ops.rotary import angles
 
@@ -62,6 +64,13 @@ class LanguageModel(nn.Module):
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 128])
     """
+
+    ends: ClassVar[Mapping[str, Role]] = {  # what lies outside the blocks
+        "embedding.weight": TABLE,
+        "norm.weight": ONE,
+        "norm.bias": ZERO,
+        "head.weight": TABLE,
+    }
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()

@@ -24,16 +24,16 @@ Batch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels, documents
 class Stage(LanguageModel):
     """A part of a model: ids or hidden states in, hidden states or (at the end) the loss sum out."""
 
-    ends: tuple[bool, bool]  # is it the first, is it the last
+    edges: tuple[bool, bool]  # whether it is the first stage, and the last
 
     def forward(self, x: Tensor, documents: Tensor | None = None, labels: Tensor | None = None) -> Tensor:  # pyrefly: ignore
-        if self.ends[0]:
+        if self.edges[0]:
             x = self.embedding(x).to(self.compute_dtype)
         positions = torch.arange(x.shape[1], device=x.device)
         rotary = angles(positions, self.config.rotary_dims, self.config.rotary_base, x.dtype)
         for block in self.blocks.children():
             x = block(x, rotary, documents, None)
-        if not self.ends[1]:
+        if not self.edges[1]:
             return x
         hidden, weight = self.norm(x), self.head_weight.to(x.dtype)
         assert labels is not None
@@ -67,11 +67,11 @@ def cut(model: LanguageModel, place: Place) -> list[LanguageModel]:
     every, found = stages(place.degrees, place.config), []
     for number in range(place.pipeline, every, place.degrees.pipeline):
         part: Any = copy.deepcopy(model)
-        part.ends = (number == 0, number == every - 1)
+        part.edges = (number == 0, number == every - 1)
         part.blocks = nn.ModuleDict({str(i): part.blocks[i] for i in layers_of(number, model.config.layers, every)})
-        if not (part.ends[0] or (part.ends[1] and model.head is None)):
+        if not (part.edges[0] or (part.edges[1] and model.head is None)):
             part.embedding = None
-        if not part.ends[1]:
+        if not part.edges[1]:
             part.norm = part.head = None
         part.__class__ = type("Stage", (Stage, model.__class__), {})
         found.append(part)

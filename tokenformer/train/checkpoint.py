@@ -21,8 +21,8 @@ from tokenformer import config as native
 from tokenformer.config import CheckpointConfig, ModelConfig, ModelFile
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, read_json, write_text
+from tokenformer.hub.dcp import read_tensors, stored, write_tensors
 from tokenformer.hub.run_folder import Found, all_steps
-from tokenformer.hub.tensors import read_tensors, stored, write_tensors
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
 

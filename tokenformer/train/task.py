@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tokenformer.config import Config, ModelConfig
 from tokenformer.data.loader import Batch, Loader
-from tokenformer.data.tokenizer import padded_vocab
+from tokenformer.data.text.tokenizer import padded_vocab
 from tokenformer.errors import UserError
-from tokenformer.models import LanguageModel
+from tokenformer.models import LanguageModel, build
 from tokenformer.models.init import initial
 from tokenformer.ops import pattention
 from tokenformer.parallel.apply import Source, parallelize
@@ -63,7 +63,7 @@ class LanguageTask:
     def build(self, config: ModelConfig, source: Source | None) -> Layout:
         """The model, laid over the ranks; without a source its values are still to come (from a checkpoint)."""
         with torch.device("meta"):
-            model = LanguageModel(config)
+            model = build(config)
         model.compute_dtype = COMPUTE[self.config.train.precision]
         self.layout = parallelize(
             model,
@@ -84,7 +84,7 @@ class LanguageTask:
     def first_values(self) -> Source:
         """Of a new run: the initialisation, or other weights."""
         config = self.config.model.resolved()
-        first = functools.partial(initial, config=config, seed=self.config.seed)
+        first = functools.partial(initial, config=config, seed=self.config.seed, ends=LanguageModel.ends)
         return started(config, self.config.start, first) if self.config.start else first
 
     def batches(self) -> Iterator[Batch]:
@@ -148,7 +148,7 @@ def started(config: ModelConfig, start: str, first: Source) -> Source:
     from tokenformer import hub
 
     with torch.device("meta"):
-        mine = dict(LanguageModel(config).named_parameters())
+        mine = dict(build(config).named_parameters())
     try:
         given = {name: tensor.detach() for name, tensor in hub.load(start).named_parameters()}
     except UserError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenformer.data.cutting import cut_rule
+from tokenformer.data.text.cutting import cut_rule
 from tokenformer.errors import UserError
 from tokenformer.files import read_json
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenformer import UserError
-from tokenformer.data import indexed, sets
-from tokenformer.data.indexed import Indexed, write_set
+from tokenformer.data.text import indexed, sets
+from tokenformer.data.text.indexed import Indexed, write_set
 
-GOLDEN = Path(__file__).parent / "golden" / "indexed"
+GOLDEN = Path(__file__).parents[1] / "golden" / "indexed"
 TRUTH = json.loads((GOLDEN / "documents.json").read_text())
 
 

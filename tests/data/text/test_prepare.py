@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from tokenformer import UserError
-from tokenformer.data import prepare as module
-from tokenformer.data.indexed import Indexed
-from tokenformer.data.journal import Work
-from tokenformer.data.prepare import prepare
-from tokenformer.data.texts import Reading
-from tokenformer.data.tokenizer import load_tokenizer
+from tokenformer.data.text import prepare as module
+from tokenformer.data.text.indexed import Indexed
+from tokenformer.data.text.journal import Work
+from tokenformer.data.text.prepare import prepare
+from tokenformer.data.text.reading import Reading
+from tokenformer.data.text.tokenizer import load_tokenizer
 
-ALICE = (Path(__file__).parent / "alice.txt").read_text()
+ALICE = (Path(__file__).parents[1] / "alice.txt").read_text()
 NEOX = load_tokenizer("gpt-neox-20b")
 
 
@@ -348,7 +348,7 @@ def test_special_tokens_empty_and_bad_documents_are_counted(tmp_path):
 
 def test_a_custom_tokenizer_travels_with_the_set(tmp_path):
     from tokenformer.data.loader import set_tokenizer
-    from tokenformer.data.tokenizer import train_tokenizer
+    from tokenformer.data.text.tokenizer import train_tokenizer
 
     (tmp_path / "tokenizer.json").write_text(train_tokenizer([ALICE], 500).to_json())
     (tmp_path / "a.txt").write_text("Alice was beginning")
@@ -411,7 +411,7 @@ def test_nothing_is_overwritten_without_force(tmp_path):
 
 
 def test_enwik8_documents_joined_are_the_file(shared, tmp_path):
-    from tokenformer.data.named import SETS, text_md5
+    from tokenformer.data.text.named import SETS, text_md5
 
     archive = shared / "data" / "enwik8" / "enwik8.xz"
     prefix = prepare([archive], tmp_path, "e", tokenizer="byte", reading=SETS["enwik8"].reading, workers=1)

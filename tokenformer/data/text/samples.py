@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from tokenformer.data.indexed import Indexed
 from tokenformer.data.permutation import permute, round_keys
+from tokenformer.data.text.indexed import Indexed
 
 PARTS = ("train", "validation", "test")
 BLOCK = 1024  # positions whose samples are computed together

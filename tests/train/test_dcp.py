@@ -5,8 +5,8 @@ import torch
 from safetensors import safe_open
 
 from tokenformer.errors import UserError
-from tokenformer.hub import tensors
-from tokenformer.hub.tensors import read_tensors, write_tensors
+from tokenformer.hub import dcp
+from tokenformer.hub.dcp import read_tensors, write_tensors
 
 
 def some() -> dict[str, torch.Tensor]:
@@ -30,7 +30,7 @@ def test_written_tensors_come_back_bit_for_bit_whole_or_in_place(tmp_path):
 
 
 def test_large_sets_are_cut_into_files_that_are_all_safetensors(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensors, "FILE_BYTES", 100)
+    monkeypatch.setattr(dcp, "FILE_BYTES", 100)
     write_tensors(tmp_path, some())
     files = sorted(tmp_path.iterdir())
     assert len(files) == 2 and all(f.suffix == ".safetensors" for f in files)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from tokenformer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, dtype_for
+from tokenformer.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, dtype_for
 from tokenformer.errors import UserError
 
 _LENGTH = struct.Struct("<Q")
@@ -86,11 +86,11 @@ class Encoders:
     """A number of worker processes; `submit` gives a Future of an `Encoded`."""
 
     def __init__(self, tokenizer: Tokenizer, workers: int, end: str | None = None) -> None:
-        package = Path(__file__).parents[2]
+        package = Path(__file__).parents[3]
         paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
         one = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         env = {**os.environ, **one, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-P", "-c", "from tokenformer.data.encode import serve; serve()"]
+        command = [sys.executable, "-P", "-c", "from tokenformer.data.text.encode import serve; serve()"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._all: list[Any] = [subprocess.Popen(command, env=env, **pipes) for _ in range(workers)]
         self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()

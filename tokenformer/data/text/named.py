@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenformer.data.sources import Source, find_sources, open_source, take_shard
-from tokenformer.data.texts import Reading
+from tokenformer.data.text.inputs import Input, find_inputs, open_input, take_shard
+from tokenformer.data.text.reading import Reading
 from tokenformer.errors import UserError
 from tokenformer.files import download
 
@@ -37,7 +37,7 @@ SETS = {
 }
 
 
-def fetch(name: str, folder: str | Path, shard: tuple[int, int] | None = None) -> list[Source]:
+def fetch(name: str, folder: str | Path, shard: tuple[int, int] | None = None) -> list[Input]:
     """The sources of a set (of a shard of it), downloaded as far as they are not there.
 
     The published checksum of the text is checked where there is one.
@@ -52,14 +52,14 @@ def fetch(name: str, folder: str | Path, shard: tuple[int, int] | None = None) -
         if known.md5 and fresh and text_md5(path) != known.md5:
             path.unlink()
             raise UserError(f"what came from {url} is not {name} (its checksum differs): start again to fetch it anew")
-    return take_shard(find_sources(paths), None if many else shard)
+    return take_shard(find_inputs(paths), None if many else shard)
 
 
 def text_md5(path: str | Path) -> str:
     """The md5 of what an archive holds, unpacked."""
     digest = hashlib.md5(usedforsecurity=False)
-    for source in find_sources([path]):
-        for stream, _ in open_source(source):
+    for source in find_inputs([path]):
+        for stream, _ in open_input(source):
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()

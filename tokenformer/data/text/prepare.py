@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenformer.data import indexed
-from tokenformer.data.encode import Encoded, Encoders
-from tokenformer.data.journal import Progress, Work, disk
-from tokenformer.data.sources import STDIN, Source, find_sources, take_shard
-from tokenformer.data.texts import Reading, read_units
-from tokenformer.data.tokenizer import BUNDLED, Tokenizer, dtype_for, fingerprint, load_tokenizer
+from tokenformer.data.text import indexed
+from tokenformer.data.text.encode import Encoded, Encoders
+from tokenformer.data.text.inputs import STDIN, Input, find_inputs, take_shard
+from tokenformer.data.text.journal import Progress, Work, disk
+from tokenformer.data.text.reading import Reading, read_units
+from tokenformer.data.text.tokenizer import BUNDLED, Tokenizer, dtype_for, fingerprint, load_tokenizer
 from tokenformer.errors import UserError
 from tokenformer.terminal import meter
 
@@ -49,7 +49,7 @@ class Changed(Exception):
     """A source no longer begins with the text that was read from it."""
 
 
-def read_pieces(sources: Sequence[Source], reading: Reading, tokenizer: Tokenizer, after: Progress) -> Iterator[Piece]:
+def read_pieces(sources: Sequence[Input], reading: Reading, tokenizer: Tokenizer, after: Progress) -> Iterator[Piece]:
     """All pieces behind `after`. Finished sources are not opened; the open one is read again and compared."""
     read = sum(s.bytes for s in sources[: after.source])
 
@@ -119,7 +119,7 @@ def _append(work: Work, piece: Piece, result: Encoded) -> None:
 
 
 def prepare(
-    inputs: Sequence[str | Path] | Callable[[], list[Source]],
+    inputs: Sequence[str | Path] | Callable[[], list[Input]],
     out: str | Path,
     name: str,
     *,
@@ -168,7 +168,7 @@ def prepare(
 
     if not (folder / "final").exists():
         refuse_existing()
-    sources = inputs() if callable(inputs) else take_shard(find_sources(inputs), shard)
+    sources = inputs() if callable(inputs) else take_shard(find_inputs(inputs), shard)
     dtype = np.dtype(dtype_for(encoder.vocab_size))
     work = Work(folder, _settings(reading, encoder), [_stamp(s) for s in sources], dtype.itemsize)
     try:
@@ -200,14 +200,14 @@ def _settings(reading: Reading, tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
 
 
-def _stamp(source: Source) -> list:
+def _stamp(source: Input) -> list:
     path = source.path if source.path == STDIN else os.path.abspath(source.path)
     return [path, *dataclasses.astuple(source)[1:]]
 
 
 def _encode_all(
     work: Work,
-    sources: Sequence[Source],
+    sources: Sequence[Input],
     reading: Reading,
     tokenizer: Tokenizer,
     workers: int,

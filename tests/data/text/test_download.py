@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tokenformer import UserError
-from tokenformer.data import named
+from tokenformer.data.text import named
 from tokenformer.files import download
 
 CONTENT = random.Random(4).randbytes(600_000)

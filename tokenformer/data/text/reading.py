@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, NamedTuple
 
-from tokenformer.data.cutting import FRAGMENT, cut_near, fragments
-from tokenformer.data.sources import DAMAGE, Source, open_source, seekable
+from tokenformer.data.text.cutting import FRAGMENT, cut_near, fragments
+from tokenformer.data.text.inputs import DAMAGE, Input, open_input, seekable
 from tokenformer.errors import UserError
 
 LONGEST_LINE = 1 << 27
@@ -43,14 +43,14 @@ class Unit(NamedTuple):
 
 
 def read_units(
-    source: Source,
+    source: Input,
     how: Reading,
     cuts: re.Pattern | None = None,
     seen: Callable[[int], object] = lambda count: None,
 ) -> Iterator[Unit]:
     """The units of a source, in order and always the same."""
     try:
-        for stream, inner in open_source(source, seen):
+        for stream, inner in open_input(source, seen):
             name = source.name if inner in ("", source.path, source.member) else f"{source.path}: {inner}"
             kind = how.format or _FORMATS.get(os.path.splitext(inner)[1], "text")
             if how.separator and kind != "text":

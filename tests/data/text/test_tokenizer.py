@@ -13,10 +13,10 @@ from tokenizers import Tokenizer as Library
 from tokenizers import pre_tokenizers
 
 from tokenformer import UserError
-from tokenformer.data import cutting
-from tokenformer.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, padded_vocab, train_tokenizer
+from tokenformer.data.text import cutting
+from tokenformer.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, padded_vocab, train_tokenizer
 
-ALICE = (Path(__file__).parent / "alice.txt").read_text()
+ALICE = (Path(__file__).parents[1] / "alice.txt").read_text()
 NEOX = load_tokenizer("gpt-neox-20b")
 
 

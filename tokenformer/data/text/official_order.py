@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenformer.data.indexed import Indexed
+from tokenformer.data.text.indexed import Indexed
 from tokenformer.errors import UserError
 
 _CHUNK = 1 << 22

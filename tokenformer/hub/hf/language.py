@@ -234,7 +234,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         for parameter in module.parameters(recurse=False):
             if not getattr(parameter, "_is_hf_initialized", False):
                 seed, name = int(torch.randint(2**31, (), device="cpu")), names.get(id(parameter), "embedding.weight")
-                parameter.copy_(initial(name, tuple(parameter.shape), self.model.config, seed))
+                parameter.copy_(initial(name, tuple(parameter.shape), self.model.config, seed, self.model.ends))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embedding

@@ -29,7 +29,7 @@ DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, tarfile.ReadEr
 
 
 @dataclass(frozen=True)
-class Source:
+class Input:
     """One stream of text: a file, standard input, or a member of an archive."""
 
     path: str
@@ -44,12 +44,12 @@ class Source:
         return f"{path}: {self.member}" if self.member else path
 
 
-def find_sources(inputs: Sequence[str | Path]) -> list[Source]:
+def find_inputs(inputs: Sequence[str | Path]) -> list[Input]:
     """All sources that files, folders, globs or '-' name: folders and globs in the order of their names."""
-    found: list[Source] = []
+    found: list[Input] = []
     for given in map(str, inputs):
         if given == STDIN:
-            found.append(Source(STDIN))
+            found.append(Input(STDIN))
         elif Path(given).is_file():
             found += _members(given)
         elif Path(given).is_dir():
@@ -85,17 +85,17 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts) or "__MACOSX" in path.parts
 
 
-def _members(path: str) -> list[Source]:
+def _members(path: str) -> list[Input]:
     state = os.stat(path)
-    whole = Source(path, state.st_size, state.st_mtime_ns)
+    whole = Input(path, state.st_size, state.st_mtime_ns)
     try:
         if path.endswith(".tar"):
             with tarfile.open(path, "r:") as tar:
                 inside = [m for m in tar if m.isreg() and not m.issparse() and not _hidden(Path(m.name))]
-            return [Source(path, m.size, state.st_mtime_ns, m.name, m.offset_data) for m in inside]
+            return [Input(path, m.size, state.st_mtime_ns, m.name, m.offset_data) for m in inside]
         if path.endswith(".zip"):
             entries = [z for z in _zip(path).infolist() if not z.is_dir() and not _hidden(Path(z.filename))]
-            return [Source(path, z.compress_size, state.st_mtime_ns, z.filename) for z in entries]
+            return [Input(path, z.compress_size, state.st_mtime_ns, z.filename) for z in entries]
     except (*DAMAGE, OSError) as error:
         raise UserError(f"{path} is damaged or cut off ({error}): get it anew") from None
     return [whole]
@@ -132,7 +132,7 @@ class _Counted(io.FileIO):
         return super().seek(place + self._start * (whence == 0), whence) - self._start
 
 
-def open_source(source: Source, seen: Callable[[int], object] = lambda count: None) -> Iterator[tuple[BinaryIO, str]]:
+def open_input(source: Input, seen: Callable[[int], object] = lambda count: None) -> Iterator[tuple[BinaryIO, str]]:
     """The streams of a source with their names, unpacked; `seen` is told the bytes read from the disk."""
     if source.path == STDIN:
         raw = io.BufferedReader(_Counted(sys.stdin.fileno(), seen), 1 << 20)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenformer.data.indexed import Indexed, write_set
-from tokenformer.data.official_order import OfficialOrder
 from tokenformer.data.permutation import permute, round_keys
-from tokenformer.data.samples import Blend, PermutedOrder, bounds, part_edges
+from tokenformer.data.text.indexed import Indexed, write_set
+from tokenformer.data.text.official_order import OfficialOrder
+from tokenformer.data.text.samples import Blend, PermutedOrder, bounds, part_edges
 
-GOLDEN = Path(__file__).parent / "golden" / "indexed"
+GOLDEN = Path(__file__).parents[1] / "golden" / "indexed"
 ORDER = json.loads((GOLDEN / "sample_order.json").read_text())
 
 
@@ -78,8 +78,8 @@ def test_official_sample_starts_agree_with_walking_the_tokens(tmp_path_factory, 
 def test_official_index_is_built_once_by_many_processes(tmp_path):
     code = (
         "from pathlib import Path; import sys\n"
-        "from tokenformer.data.indexed import Indexed\n"
-        "from tokenformer.data.official_order import OfficialOrder\n"
+        "from tokenformer.data.text.indexed import Indexed\n"
+        "from tokenformer.data.text.official_order import OfficialOrder\n"
         f"order = OfficialOrder(Indexed({str(GOLDEN / 'uint16')!r}), 0, 21, 16, 60, 1234, Path(sys.argv[1]))\n"
         "print(order.count, order.shuffle[:3].tolist())"
     )

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from tokenformer import UserError
-from tokenformer.data import texts
-from tokenformer.data.cutting import FRAGMENT
-from tokenformer.data.named import SETS
-from tokenformer.data.sources import find_sources
-from tokenformer.data.texts import Reading, read_units
-from tokenformer.data.tokenizer import ByteTokenizer, load_tokenizer
+from tokenformer.data.text import reading
+from tokenformer.data.text.cutting import FRAGMENT
+from tokenformer.data.text.inputs import find_inputs
+from tokenformer.data.text.named import SETS
+from tokenformer.data.text.reading import Reading, read_units
+from tokenformer.data.text.tokenizer import ByteTokenizer, load_tokenizer
 
 DOCUMENTS = ["first one", "zweites, mit Ümlaut\nund Zeile", "третий 🙂", "x" * 5000]
 NEOX = load_tokenizer("gpt-neox-20b")
@@ -32,7 +32,7 @@ NEOX = load_tokenizer("gpt-neox-20b")
 def documents(*inputs, cuts=NEOX.cuts, **how) -> list[str]:
     """Documents put together from their units."""
     out, text = [], ""
-    for source in find_sources([str(i) for i in inputs]):
+    for source in find_inputs([str(i) for i in inputs]):
         for unit in read_units(source, Reading(**how), cuts):
             if unit.left_out:
                 out.append(f"[{unit.left_out}]")
@@ -154,17 +154,17 @@ def test_separators_cut_like_split_whatever_the_blocks(tmp_path_factory, parts, 
             return super().read(block)
 
     out, open_ = [], ""
-    old = texts.FRAGMENT
-    texts.FRAGMENT = fragment
+    old = reading.FRAGMENT
+    reading.FRAGMENT = fragment
     try:
         cuts = ByteTokenizer.cuts if byte else NEOX.cuts
-        for unit in texts._text(Blocks(text.encode()), Reading(separator=separator), cuts, "a.txt"):
+        for unit in reading._text(Blocks(text.encode()), Reading(separator=separator), cuts, "a.txt"):
             open_ += unit.text
             if unit.last:
                 out.append(open_)
                 open_ = ""
     finally:
-        texts.FRAGMENT = old
+        reading.FRAGMENT = old
     expected = text.split(separator)
     assert open_ == "" and out == (expected if expected[-1] or len(expected) == 1 else expected[:-1])
 
@@ -230,11 +230,11 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
 
 @pytest.mark.parametrize("how", [{}, {"on_error": "skip"}])
 def test_long_texts_come_in_fragments_that_join_to_them(tmp_path, how):
-    text = (Path(__file__).parent / "alice.txt").read_text() * 12
+    text = (Path(__file__).parents[1] / "alice.txt").read_text() * 12
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
     for name in ("a.txt", "b.jsonl"):
-        [source] = find_sources([tmp_path / name])
+        [source] = find_inputs([tmp_path / name])
         units = list(read_units(source, Reading(**how), NEOX.cuts))
         assert "".join(u.text for u in units) == text and len(units) > 5
         assert [u.last for u in units] == [False] * (len(units) - 1) + [True]

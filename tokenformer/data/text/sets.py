@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from tokenformer import files
-from tokenformer.data import indexed
-from tokenformer.data.indexed import Indexed
-from tokenformer.data.journal import disk
-from tokenformer.data.samples import PARTS, part_edges
+from tokenformer.data.text import indexed
+from tokenformer.data.text.indexed import Indexed
+from tokenformer.data.text.journal import disk
+from tokenformer.data.text.samples import PARTS, part_edges
 from tokenformer.errors import UserError
 
 _COUNTS = ("documents", "tokens", "text_bytes", "special_tokens_in_text", "empty_documents", "skipped_documents")

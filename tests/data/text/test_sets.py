@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenformer import UserError
-from tokenformer.data import sets
-from tokenformer.data.indexed import Indexed, write_set
-from tokenformer.data.prepare import prepare
+from tokenformer.data.text import sets
+from tokenformer.data.text.indexed import Indexed, write_set
+from tokenformer.data.text.prepare import prepare
 
-GOLDEN = Path(__file__).parent / "golden" / "indexed"
+GOLDEN = Path(__file__).parents[1] / "golden" / "indexed"
 
 
 def documents(found: Indexed) -> list[list[int]]:

@@ -1,0 +1,1 @@
+"""Text: from raw files to prepared sets of tokens, and their samples."""

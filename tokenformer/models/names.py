@@ -1,0 +1,109 @@
+"""What a parameter is, from its name alone. The only place that parses parameter names, and it needs no torch.
+
+A name is either inside a trunk (`image.blocks.3.attention.query.segments.1.key_tokens`; a language model's trunk has no
+prefix) or one of the ends that its model declares (`embedding.weight`). Any other name is an error: a parameter that
+nobody knows would be initialised, decayed and sharded by accident.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Role(NamedTuple):
+    """How a parameter begins and learns.
+
+    `key`, `value`: parameter tokens. `inward`, `outward`: matrices that read from and write to the stream. These four
+    are Muon's. `table`: rows that are looked up or matched (embedding, head), with weight decay. `one`, `zero`: begin
+    there, without decay. `own`: begins at `start`, without decay.
+    """
+
+    kind: str
+    start: float = 0.0
+
+    @property
+    def matrix(self) -> bool:
+        """Whether Muon updates it."""
+        return self.kind in ("key", "value", "inward", "outward")
+
+    @property
+    def decays(self) -> bool:
+        return self.matrix or self.kind == "table"
+
+
+KEY = Role("key")
+VALUE = Role("value")
+INWARD = Role("inward")
+OUTWARD = Role("outward")
+TABLE = Role("table")
+ONE = Role("one")
+ZERO = Role("zero")
+
+
+def own(start: float) -> Role:
+    """The role of a number that begins at `start`, such as a learned temperature."""
+    return Role("own", start)
+
+
+class Name(NamedTuple):
+    """A parameter's name, taken apart. Of an end, `layer` and `segment` are None and `trunk` is empty."""
+
+    trunk: str
+    layer: int | None
+    part: str  # attention.query, ffn, ffn.up, attention_norm; of an end, what stands before the leaf
+    segment: int | None
+    leaf: str  # key_tokens, value_tokens, weight, bias
+    role: Role
+
+    @property
+    def text(self) -> str:
+        """The whole name again; `name._replace(layer=4).text` is the same parameter of another layer."""
+        block = "" if self.layer is None else f"{self.trunk}blocks.{self.layer}."
+        segment = "" if self.segment is None else f"segments.{self.segment}."
+        return f"{block}{self.part}{'.' if self.part else ''}{segment}{self.leaf}"
+
+    @property
+    def projection(self) -> str:
+        """query, key, value, proj, ffn, up, gate, down; or the name of a norm."""
+        return self.part.rpartition(".")[2]
+
+    @property
+    def token(self) -> bool:
+        """Whether its rows are parameter tokens."""
+        return self.segment is not None
+
+
+_BLOCK = re.compile(r"((?:\w+\.)*)blocks\.(\d+)\.(.+)")
+_LAYER = r"(attention\.(?:query|key|value|proj)|ffn"
+_TOKENS = re.compile(_LAYER + r")\.segments\.(\d+)\.((key|value)_tokens)")
+_MATRIX = re.compile(_LAYER + r"\.(?:gate|up|down)|attention_norm|ffn_norm)\.(weight|bias)")
+
+
+def parse(name: str, ends: Mapping[str, Role]) -> Name:
+    """Take a name apart. `ends` are what the model declares outside its blocks.
+
+    >>> name = parse("text.blocks.3.attention.query.segments.1.key_tokens", {})
+    >>> name.trunk, name.layer, name.part, name.segment, name.role.kind
+    ('text.', 3, 'attention.query', 1, 'key')
+    >>> parse("scale", {"scale": own(2.66)}).role.start
+    2.66
+    """
+    if name in ends:
+        part, _, leaf = name.rpartition(".")
+        return Name("", None, part, None, leaf, ends[name])
+    if block := _BLOCK.fullmatch(name):
+        trunk, layer, rest = block[1], int(block[2]), block[3]
+        if tokens := _TOKENS.fullmatch(rest):
+            return Name(trunk, layer, tokens[1], int(tokens[2]), tokens[3], KEY if tokens[4] == "key" else VALUE)
+        if matrix := _MATRIX.fullmatch(rest):
+            return Name(trunk, layer, matrix[1], None, matrix[2], _role(matrix[1], matrix[2]))
+    known = ", ".join(ends) or "none"
+    raise ValueError(f"'{name}' is no parameter of a trunk and not among the ends that its model declares ({known})")
+
+
+def _role(part: str, leaf: str) -> Role:
+    if leaf == "bias":
+        return ZERO
+    if part.endswith("norm"):
+        return ONE
+    return OUTWARD if part in ("attention.proj", "ffn.down") else INWARD
