@@ -13,7 +13,7 @@ from tokenformer.hub.official_config import load_config
 from tokenformer.hub.run_folder import all_steps, newest_whole
 from tokenformer.models import LanguageModel
 from tokenformer.train.report import read_rows
-from tokenformer.train.run import settle
+from tokenformer.train.run import with_batch_sizes
 from tokenformer.train.trainer import Trainer
 
 NAMES = [
@@ -73,10 +73,10 @@ def test_the_batch_of_the_first_start_is_held(shared, official_set, tmp_path):
     trainer.run()
     assert trainer.config.batch == 8 and trainer.task.micro_batches == 2
     overridden = load_config(file, overrides=["batch=1024"], training=True)
-    assert settle(overridden, world=8).batch == 1024
-    assert settle(load_config(file, training=True), world=8).batch == 32 * 4 * 8
+    assert with_batch_sizes(overridden, world=8).batch == 1024
+    assert with_batch_sizes(load_config(file, training=True), world=8).batch == 32 * 4 * 8
     with pytest.raises(UserError, match="batch 1000 cannot be cut into micro-batches of 32 on each of 8 ranks"):
-        settle(load_config(file, overrides=["batch=1000"], training=True), world=8)
+        with_batch_sizes(load_config(file, overrides=["batch=1000"], training=True), world=8)
 
 
 def test_what_the_official_files_say_is_what_we_do(shared, capsys):

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.hub.official_config import launch_of, load_config
     from tokenformer.parallel.mesh import check, degrees
     from tokenformer.parallel.slurm import Job, script
-    from tokenformer.train.run import settle
+    from tokenformer.train.run import with_batch_sizes
 
     source = Path(args.config)
     inside = (source / "config.yml").is_file()  # a run
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     text = script(job, out, [args.config, *args.settings])
     laid = degrees(config.parallel, nodes * max(1, gpus))
     check(config.model, laid, config.parallel)
-    settle(config, laid.replicate * laid.shard)
+    with_batch_sizes(config, laid.replicate * laid.shard)
     if not config.data.path:
         raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
     path = Path(f"{out}.sbatch")

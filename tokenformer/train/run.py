@@ -15,11 +15,11 @@ OWN = set(
 )
 
 
-def settle(config: Config, world: int) -> Config:
+def with_batch_sizes(config: Config, world: int) -> Config:
     """The config with `batch` and `micro_batch` as numbers that divide.
 
     >>> from tokenformer.config import load
-    >>> config = settle(load("lm/150m", overrides=["batch=12", "micro_batch=2"]), world=3)
+    >>> config = with_batch_sizes(load("lm/150m", overrides=["batch=12", "micro_batch=2"]), world=3)
     >>> config.batch, config.micro_batch
     (12, 2)
     """

@@ -32,7 +32,7 @@ from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.optim import Optimizer
 from tokenformer.train.report import Clock, Report, Silent, Totals, memory, peak_flops, profiler
-from tokenformer.train.run import changes, earlier, lock, settle, writing
+from tokenformer.train.run import changes, earlier, lock, with_batch_sizes, writing
 from tokenformer.train.schedule import factor
 from tokenformer.train.task import LanguageTask
 
@@ -69,7 +69,7 @@ class Trainer:
         """Lock the folder, and leave nothing in it that is no whole checkpoint."""
         held.enter_context(lock(self.folder))
         if all_steps(self.folder) != self.seen:  # somebody was here before the lock
-            raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.again}")
+            raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
         with writing(self.folder):
             self.notes += self.checkpoints.sweep(self.found)
 
@@ -80,7 +80,7 @@ class Trainer:
         before = earlier(self.folder, self.resuming)
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
-        self.config = settle(self.config, self.place.data_world)
+        self.config = with_batch_sizes(self.config, self.place.data_world)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen, self.found = all_steps(self.folder), Found(None, [], [])
         self.device = self.place.device(pick_device(self.config.train.device))
@@ -153,15 +153,12 @@ class Trainer:
             path = self.task.pattention
             why = ", the kernels being for GPUs" if path == "reference" and self.device.type == "cpu" else ""
             say(f"Pattention is computed by the {path} path{why} (TOKENFORMER_PATTENTION chooses)")
-        if self.task.backend != "none":
-            say(f"blocks are compiled by {self.task.backend} in the first step (train.compile=none turns it off)")
+        if self.task.compiler != "none":
+            say(f"blocks are compiled by {self.task.compiler} in the first step (train.compile=none turns it off)")
         if self.found.path is not None:
             say(f"going on from step {self.step} ({self.found.path})")
-        for line in (
-            *self.found.notes,
-            *self.notes,
-            *(f"changed since the last start: {change}" for change in self.changes),
-        ):
+        changed = [f"changed since the last start: {change}" for change in self.changes]
+        for line in (*self.found.notes, *self.notes, *changed):
             say(line)
 
     # loop: micro-batches → gradients → (clip, check) → optimizer → schedule → maybe {log, validate, save}
@@ -316,7 +313,7 @@ class Trainer:
         self.report.row("event", self.step, what="checkpoint failed", reason=str(error))
         said = f"{error}; the checkpoints before it are untouched"
         if self.config.checkpoint.on_failure == "stop":
-            raise UserError(f"{said}: make room, then go on with: {self.again}") from error
+            raise UserError(f"{said}: make room, then go on with: {self.resume_command}") from error
         self.report.say(f"{said}, and training goes on")
 
     # close: nothing is lost, and the user knows how to go on
@@ -328,10 +325,11 @@ class Trainer:
         if self.stop is None:
             self.report.say(f"done after step {self.step}; {saved}")
         else:
-            self.report.say(f"stopped by {self.stop.name} after step {self.step}; {saved}; go on with: {self.again}")
+            stopped = f"stopped by {self.stop.name} after step {self.step}; {saved}"
+            self.report.say(f"{stopped}; go on with: {self.resume_command}")
 
     @property
-    def again(self) -> str:
+    def resume_command(self) -> str:
         many = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE')} -m "
         return f"{'' if self.place.alone else many}tokenformer train {self.folder} --resume"
 
