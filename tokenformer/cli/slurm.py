@@ -30,7 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tokenformer.errors import UserError
     from tokenformer.files import check_writable, write_text
-    from tokenformer.hub.official_config import launch_of, load_config
+    from tokenformer.hub.official_config import launch_of
+    from tokenformer.hub.open import read_config
     from tokenformer.parallel.mesh import check, degrees
     from tokenformer.parallel.slurm import Job, script
     from tokenformer.train.run import with_batch_sizes
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     source = Path(args.config)
     inside = (source / "config.yml").is_file()  # a run
     files = [args.config, *(s for s in args.settings if "=" not in s)]
-    config = load_config(*files, overrides=[s for s in args.settings if "=" in s], training=True)
+    config = read_config(*files, overrides=[s for s in args.settings if "=" in s], training=True)
     nodes, gpus = launch_of(*files)
     nodes = nodes if args.nodes is None else args.nodes
     gpus = gpus if args.gpus_per_node is None else args.gpus_per_node

@@ -25,6 +25,8 @@ from tokenformer.errors import UserError
 from tokenformer.files import write_text
 from tokenformer.growth.schedule import Progress, chain, due
 from tokenformer.growth.schedule import rate as rate_factor
+from tokenformer.hub.folder import read_config, read_history, sidecars
+from tokenformer.hub.open import pick_device
 from tokenformer.hub.run_folder import Found, all_steps, find_newest
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.train import checkpoint, growing, loggers
@@ -83,7 +85,7 @@ class Trainer:
         self.config = with_batch_sizes(self.config, self.place.data_world)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen, self.found = all_steps(self.folder), Found(None, [], [])
-        self.device = self.place.device(pick_device(self.config.train.device))
+        self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
         self.chain, self.grown = chain(self.config.model, self.config.growth), Progress()
         if before is not None:  # the first rank reads every byte, and the others use what it found whole
             self.place.start(self.device)
@@ -91,7 +93,7 @@ class Trainer:
         if self.found.path is not None:
             self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
             done = len(self.grown.steps)
-            if done >= len(self.chain) or checkpoint.read_model_config(self.found.path) != self.chain[done]:
+            if done >= len(self.chain) or read_config(self.found.path / "model") != self.chain[done]:
                 raise UserError(
                     f"{self.found.path} holds a model that the config does not lead to by {done} growths: "
                     "resume with the config that the run was made with"
@@ -126,7 +128,7 @@ class Trainer:
             state = checkpoint.read_state(found)
             self.step = state["step"]
             checkpoint.read_model(found, self.layout)
-            self.model.history = checkpoint.read_history(found)
+            self.model.history = read_history(found / "model")
             self.optimizer.load_state_by_name(checkpoint.read_optimizer(found, self.layout))
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
@@ -294,7 +296,7 @@ class Trainer:
                 return
             state = {"format": 1, "step": self.step, "rng": checkpoint.rng_state()}
             state |= {name: part.state_dict() for name, part in self.parts.items()}
-            beside = checkpoint.model_files(self.model.config, self.model.history, self.task.tokenizer.to_json())
+            beside = sidecars(self.model.config, self.model.history, self.task.tokenizer.to_json())
             try:
                 self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state)
             except CheckpointFailed as error:
@@ -356,9 +358,3 @@ class Trainer:
         finally:
             for each in SIGNALS:
                 signal.signal(each, before[each])
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device is cuda, but PyTorch sees no GPU: set train.device=cpu, or mend the driver")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
