@@ -46,10 +46,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(folder: Path) -> LanguageModel:
-    """Read the `model` folder of a checkpoint: its files hold slices, so DCP reads them."""
+    """Read the `model` folder of a checkpoint that was found whole: its files hold slices, so DCP reads them."""
     from tokenformer.hub.dcp import read_tensors  # importing DCP takes a while
 
-    check_manifest(folder.parent)
     model = fill(read_config(folder), read_tensors(folder), str(folder))
     model.history = read_history(folder)
     return model
@@ -98,7 +97,7 @@ class Stored(Tensors):
         return check_values(name, super().__getitem__(name), str(self.folder))
 
 
-def sidecars(config: ModelConfig, history: list[dict], tokenizer_json: str | None) -> dict[str, str]:
+def sidecars(config: ModelConfig, history: list[dict], tokenizer_json: str | None = None) -> dict[str, str]:
     """What stands beside a model's tensors, in our folders and in checkpoints: text by file name."""
     files = {"config.yml": native.to_yaml(ModelFile(config)), "history.json": json.dumps(history, indent=1) + "\n"}
     return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
