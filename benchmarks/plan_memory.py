@@ -25,8 +25,8 @@ def measure(cell: str) -> dict:
     from tokenformer.models import LanguageModel
     from tokenformer.parallel.mesh import Degrees
     from tokenformer.parallel.plan import estimate
+    from tokenformer.train.compile import choose_compiler, wrap
     from tokenformer.train.optim import Optimizer
-    from tokenformer.train.wrap import backend, wrap
 
     preset, optimizer, again, micro, *more = cell.split(":")
     settings = [f"batch={2 * int(micro)}", f"micro_batch={micro}", f"optimizer.kind={optimizer}"]
@@ -34,7 +34,7 @@ def measure(cell: str) -> dict:
     config = load(f"lm/{preset}", overrides=settings)
     expected = estimate(config, Degrees())
     device = torch.device("cuda")
-    compiler = backend(config.train, device)
+    compiler = choose_compiler(config.train, device)
     with torch.device("meta"):
         model = LanguageModel(config.model)
     model.to_empty(device=device).compute_dtype = torch.bfloat16

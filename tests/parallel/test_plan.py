@@ -18,8 +18,8 @@ from tokenformer.errors import UserError
 from tokenformer.models import LanguageModel
 from tokenformer.parallel.mesh import Degrees
 from tokenformer.parallel.plan import choose, estimate
+from tokenformer.train.compile import wrap
 from tokenformer.train.optim import Optimizer
-from tokenformer.train.wrap import wrap
 
 
 def config(*settings: str):

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tokenformer import config as native
-from tokenformer.config import CheckpointConfig, ModelConfig, ModelFile
+from tokenformer.config import CheckpointConfig
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest, read_json, write_text
 from tokenformer.hub.dcp import read_tensors, stored, write_tensors
@@ -132,16 +131,6 @@ def newest(run: Path, checksums: bool = True) -> Path | None:
     return path
 
 
-def read_model_config(checkpoint: Path) -> ModelConfig:
-    return native.load(checkpoint / "model" / "config.yml").model
-
-
-def model_files(config: ModelConfig, history: list[dict], tokenizer_json: str | None) -> dict[str, str]:
-    """What stands beside a model's tensors."""
-    files = {"config.yml": native.to_yaml(ModelFile(config)), "history.json": json.dumps(history, indent=1) + "\n"}
-    return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
-
-
 def read_model(checkpoint: Path, layout: Layout) -> None:
     """Into the layout's own parameters, whatever layout wrote them."""
     read_tensors(checkpoint / "model", layout.parts(), layout.splits, layout.place.groups.get("files"))
@@ -159,10 +148,6 @@ def read_optimizer(checkpoint: Path, layout: Layout) -> State:
     into = {f"{kind}/{name}": layout.part(name, t) for name, entry in state.items() for kind, t in entry.items()}
     read_tensors(checkpoint / "optim", into, held, layout.place.groups.get("files"))
     return state
-
-
-def read_history(checkpoint: Path) -> list[dict]:
-    return json.loads((checkpoint / "model" / "history.json").read_text(encoding="utf-8"))
 
 
 def read_state(checkpoint: Path) -> dict:

@@ -12,11 +12,11 @@ from tokenformer.errors import UserError
 HELD = ("batch", "seed", "start")  # with another value it would be another run; so would another model or optimizer
 
 
-def settle(config: Config, world: int) -> Config:
+def with_batch_sizes(config: Config, world: int) -> Config:
     """The config with `batch` and `micro_batch` as numbers that divide.
 
     >>> from tokenformer.config import load
-    >>> config = settle(load("lm/150m", overrides=["batch=12", "micro_batch=2"]), world=3)
+    >>> config = with_batch_sizes(load("lm/150m", overrides=["batch=12", "micro_batch=2"]), world=3)
     >>> config.batch, config.micro_batch
     (12, 2)
     """

@@ -16,10 +16,10 @@ from tokenformer.errors import UserError
 from tokenformer.models import LanguageModel, build
 from tokenformer.models.init import initial
 from tokenformer.ops import pattention
-from tokenformer.parallel.apply import Source, parallelize
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
-from tokenformer.train.wrap import backend, wrap
+from tokenformer.parallel.parallelize import Source, parallelize
+from tokenformer.train.compile import choose_compiler, wrap
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
@@ -30,7 +30,7 @@ class LanguageTask:
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         c, self.place, self.device = config, place, device
         self.config, rank, world = config, place.data_rank, place.data_world
-        self.backend = backend(c.train, device)
+        self.compiler = choose_compiler(c.train, device)
         split = place.degrees.token > 1  # of which there are no kernels yet
         self.pattention = pattention.backend(
             torch.empty(0, dtype=COMPUTE[c.train.precision], device=device), "reference" if split else None
@@ -70,14 +70,14 @@ class LanguageTask:
             self.place,
             self.device,
             source,
-            functools.partial(wrap, config=self.config.train, backend=self.backend),
+            functools.partial(wrap, config=self.config.train, compiler=self.compiler),
         )
         return self.layout
 
     def dress(self, model: LanguageModel) -> Layout:
         """The same for a model that is there, in one process."""
         for block in model.blocks:
-            wrap(block, self.config.train, self.backend)
+            wrap(block, self.config.train, self.compiler)
         self.layout = Layout(model, self.place)
         return self.layout
 

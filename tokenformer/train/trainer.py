@@ -25,13 +25,15 @@ from tokenformer.errors import UserError
 from tokenformer.files import write_text
 from tokenformer.growth.schedule import Progress, chain, due
 from tokenformer.growth.schedule import rate as rate_factor
+from tokenformer.hub.folder import read_config, read_history, sidecars
+from tokenformer.hub.open import pick_device
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.train import checkpoint, growing, loggers
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.optim import Optimizer
 from tokenformer.train.report import Clock, Report, Silent, Totals, memory, peak_flops, profiler
-from tokenformer.train.run import changes, earlier, lock, settle
+from tokenformer.train.run import changes, earlier, lock, with_batch_sizes
 from tokenformer.train.schedule import factor
 from tokenformer.train.task import LanguageTask
 
@@ -55,7 +57,7 @@ class Trainer:
         self.build()
         with lock(self.folder) if self.place.first else contextlib.nullcontext(), self.signals():
             if self.place.first and checkpoint.all_steps(self.folder) != self.seen:  # somebody was here before the lock
-                raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.again}")
+                raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
             self.resume()
             try:
                 self.loop()
@@ -72,7 +74,7 @@ class Trainer:
         before = earlier(self.folder, self.resuming)
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
-        self.config = settle(self.config, self.place.data_world)
+        self.config = with_batch_sizes(self.config, self.place.data_world)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen = checkpoint.all_steps(self.folder)
         self.found = None if before is None else checkpoint.newest(self.folder, checksums=self.place.first)
@@ -80,7 +82,7 @@ class Trainer:
         if self.found is not None:
             self.grown.load_state_dict(checkpoint.read_state(self.found)["growth"])
             done = len(self.grown.steps)
-            if done >= len(self.chain) or checkpoint.read_model_config(self.found) != self.chain[done]:
+            if done >= len(self.chain) or read_config(self.found / "model") != self.chain[done]:
                 raise UserError(
                     f"{self.found} holds a model that the config does not lead to by {done} growths: "
                     "resume with the config that the run was made with"
@@ -88,7 +90,7 @@ class Trainer:
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
         loggers.check(self.config)
-        self.device = self.place.device(pick_device(self.config.train.device))
+        self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.task = LanguageTask(self.config, self.place, self.device)
@@ -118,7 +120,7 @@ class Trainer:
             state = checkpoint.read_state(self.found)
             self.step = state["step"]
             checkpoint.read_model(self.found, self.layout)
-            self.model.history = checkpoint.read_history(self.found)
+            self.model.history = read_history(self.found / "model")
             self.optimizer.load_state_by_name(checkpoint.read_optimizer(self.found, self.layout))
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
@@ -143,8 +145,8 @@ class Trainer:
             path = self.task.pattention
             why = ", the kernels being for GPUs" if path == "reference" and self.device.type == "cpu" else ""
             say(f"Pattention is computed by the {path} path{why} (TOKENFORMER_PATTENTION chooses)")
-        if self.task.backend != "none":
-            say(f"blocks are compiled by {self.task.backend} in the first step (train.compile=none turns it off)")
+        if self.task.compiler != "none":
+            say(f"blocks are compiled by {self.task.compiler} in the first step (train.compile=none turns it off)")
         if self.found is not None:
             say(f"going on from step {self.step} ({self.found})")
         for line in (*self.notes, *(f"changed since the last start: {change}" for change in self.changes)):
@@ -283,7 +285,7 @@ class Trainer:
                 return
             state = {"format": 1, "step": self.step, "rng": checkpoint.rng_state()}
             state |= {name: part.state_dict() for name, part in self.parts.items()}
-            beside = checkpoint.model_files(self.model.config, self.model.history, self.task.tokenizer.to_json())
+            beside = sidecars(self.model.config, self.model.history, self.task.tokenizer.to_json())
             try:
                 self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state)
             except CheckpointFailed as error:
@@ -302,7 +304,7 @@ class Trainer:
         self.report.row("event", self.step, what="checkpoint failed", reason=str(error))
         said = f"{error}; the checkpoints before it are untouched"
         if self.config.checkpoint.on_failure == "stop":
-            raise UserError(f"{said}: make room, then go on with: {self.again}") from error
+            raise UserError(f"{said}: make room, then go on with: {self.resume_command}") from error
         self.report.say(f"{said}, and training goes on")
 
     # close: nothing is lost, and the user knows how to go on
@@ -314,10 +316,11 @@ class Trainer:
         if self.stop is None:
             self.report.say(f"done after step {self.step}; {saved}")
         else:
-            self.report.say(f"stopped by {self.stop.name} after step {self.step}; {saved}; go on with: {self.again}")
+            stopped = f"stopped by {self.stop.name} after step {self.step}; {saved}"
+            self.report.say(f"{stopped}; go on with: {self.resume_command}")
 
     @property
-    def again(self) -> str:
+    def resume_command(self) -> str:
         many = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE')} -m "
         return f"{'' if self.place.alone else many}tokenformer train {self.folder} --resume"
 
@@ -344,9 +347,3 @@ class Trainer:
         finally:
             for each in SIGNALS:
                 signal.signal(each, before[each])
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device is cuda, but PyTorch sees no GPU: set train.device=cpu, or mend the driver")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
