@@ -35,9 +35,8 @@ class Stage(LanguageModel):
             x = block(x, rotary, documents, None)
         if not self.edges[1]:
             return x
-        hidden, weight = self.norm(x), self.head_weight.to(x.dtype)
         assert labels is not None
-        return self.loss(hidden, weight, labels)[0][None]
+        return self.loss(self.norm(x), labels)[0][None]
 
 
 def layers_of(number: int, layers: int, every: int) -> range:
