@@ -10,8 +10,8 @@ from tokenformer.errors import UserError
 from tokenformer.hub import save
 from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.open import read_config
+from tokenformer.hub.run_folder import all_steps, newest_whole
 from tokenformer.models import LanguageModel
-from tokenformer.train.checkpoint import all_steps, newest
 from tokenformer.train.report import read_rows
 from tokenformer.train.run import with_batch_sizes
 from tokenformer.train.trainer import Trainer
@@ -119,4 +119,4 @@ def test_what_cannot_be_followed_is_refused(shared, tmp_path, line, sentence):
     with pytest.raises(UserError, match=sentence):
         read_config(*files, training=True)
     assert read_config(*files).model.layers == 12  # the model alone can still be read
-    assert newest(tmp_path) is None
+    assert newest_whole(tmp_path) is None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tokenformer import config as native
 from tokenformer.data.text.tokenizer import BUNDLED, FileTokenizer, Tokenizer, load_tokenizer, padded_vocab
 from tokenformer.errors import UserError
+from tokenformer.files import check_manifest
 from tokenformer.hub import official_config
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ class Located(NamedTuple):
 
 
 def locate(source: str | Path) -> Located:
-    """Find the weights at a path or behind a hub name. A run stands for its last checkpoint."""
+    """Find the weights at a path or behind a hub name. A run stands for its newest whole checkpoint."""
     from tokenformer.hub import official
+    from tokenformer.hub.run_folder import newest_whole
 
     path = Path(source)
     if not path.exists():
@@ -53,9 +55,11 @@ def locate(source: str | Path) -> Located:
         path = snapshot(str(source))
     if (path / "config.yml").is_file() and any(path.glob("model*.safetensors")):
         return Located("ours", path)
-    last = path / "checkpoints" / "last"
-    path = last.parent / last.read_text(encoding="utf-8").strip() if last.is_file() else path
+    newest = newest_whole(path)
+    path = newest or path
     if (path / "state.json").is_file() and (path / "model" / "config.yml").is_file():
+        if newest is None:
+            check_manifest(path)
         return Located("checkpoint", path / "model")
     if (path / "config.json").is_file() and '"model_type": "tokenformer"' in (path / "config.json").read_text():
         return Located("hf", path)

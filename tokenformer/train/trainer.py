@@ -27,13 +27,14 @@ from tokenformer.growth.schedule import Progress, chain, due
 from tokenformer.growth.schedule import rate as rate_factor
 from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
+from tokenformer.hub.run_folder import Found, all_steps, find_newest
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.train import checkpoint, growing, loggers
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.optim import Optimizer
 from tokenformer.train.report import Clock, Report, Silent, Totals, memory, peak_flops, profiler
-from tokenformer.train.run import changes, earlier, lock, with_batch_sizes
+from tokenformer.train.run import changes, earlier, lock, with_batch_sizes, writing
 from tokenformer.train.schedule import factor
 from tokenformer.train.task import LanguageTask
 
@@ -55,9 +56,8 @@ class Trainer:
 
     def run(self) -> signal.Signals | None:
         self.build()
-        with lock(self.folder) if self.place.first else contextlib.nullcontext(), self.signals():
-            if self.place.first and checkpoint.all_steps(self.folder) != self.seen:  # somebody was here before the lock
-                raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
+        with contextlib.ExitStack() as held, self.signals():
+            self.place.first_does(lambda: self.take(held))
             self.resume()
             try:
                 self.loop()
@@ -66,6 +66,14 @@ class Trainer:
                 self.report.close()
         self.place.leave()
         return self.stop
+
+    def take(self, held: contextlib.ExitStack) -> None:
+        """Lock the folder, and leave nothing in it that is no whole checkpoint."""
+        held.enter_context(lock(self.folder))
+        if all_steps(self.folder) != self.seen:  # somebody was here before the lock
+            raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
+        with writing(self.folder):
+            self.notes += self.checkpoints.sweep(self.found)
 
     # build: all that can be refused, nothing written
 
@@ -76,26 +84,28 @@ class Trainer:
             self.config = dataclasses.replace(self.config, batch=before.batch)
         self.config = with_batch_sizes(self.config, self.place.data_world)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
-        self.seen = checkpoint.all_steps(self.folder)
-        self.found = None if before is None else checkpoint.newest(self.folder, checksums=self.place.first)
+        self.seen, self.found = all_steps(self.folder), Found(None, [], [])
+        self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
         self.chain, self.grown = chain(self.config.model, self.config.growth), Progress()
-        if self.found is not None:
-            self.grown.load_state_dict(checkpoint.read_state(self.found)["growth"])
+        if before is not None:  # the first rank reads every byte, and the others use what it found whole
+            self.place.start(self.device)
+            self.found = self.place.first_does(lambda: find_newest(self.folder))
+        if self.found.path is not None:
+            self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
             done = len(self.grown.steps)
-            if done >= len(self.chain) or read_config(self.found / "model") != self.chain[done]:
+            if done >= len(self.chain) or read_config(self.found.path / "model") != self.chain[done]:
                 raise UserError(
-                    f"{self.found} holds a model that the config does not lead to by {done} growths: "
+                    f"{self.found.path} holds a model that the config does not lead to by {done} growths: "
                     "resume with the config that the run was made with"
                 )
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
         loggers.check(self.config)
-        self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.task = LanguageTask(self.config, self.place, self.device)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
-        first = self.task.first_values() if self.found is None else None
+        first = self.task.first_values() if self.found.path is None else None
         self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
         torch.manual_seed(self.config.seed)
         done = len(self.grown.steps)
@@ -114,26 +124,26 @@ class Trainer:
     # resume: from the newest complete checkpoint, or from the beginning
 
     def resume(self) -> None:
-        if self.place.first:
-            self.checkpoints.sweep()
-        if self.found is not None:
-            state = checkpoint.read_state(self.found)
+        if (found := self.found.path) is not None:
+            state = checkpoint.read_state(found)
             self.step = state["step"]
-            checkpoint.read_model(self.found, self.layout)
-            self.model.history = read_history(self.found / "model")
-            self.optimizer.load_state_by_name(checkpoint.read_optimizer(self.found, self.layout))
+            checkpoint.read_model(found, self.layout)
+            self.model.history = read_history(found / "model")
+            self.optimizer.load_state_by_name(checkpoint.read_optimizer(found, self.layout))
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             checkpoint.restore_rng(state["rng"])
             self.checkpoints.saved = self.step
-        if self.place.first:
-            write_text(self.folder / "config.yml", native.to_yaml(self.config))
-            self.report = Report(self.folder, self.config, self.step, self.command)
-        else:
-            self.report = Silent()
+        self.report: Report | Silent = Silent()
+        self.place.first_does(self.open_report)
         self.announce()
         self.batches = self.task.batches()
         self.clock = Clock()
+
+    def open_report(self) -> None:
+        with writing(self.folder):
+            write_text(self.folder / "config.yml", native.to_yaml(self.config))
+            self.report = Report(self.folder, self.config, self.step, self.command)
 
     def announce(self) -> None:
         c, say = self.config, self.report.say
@@ -147,9 +157,10 @@ class Trainer:
             say(f"Pattention is computed by the {path} path{why} (TOKENFORMER_PATTENTION chooses)")
         if self.task.compiler != "none":
             say(f"blocks are compiled by {self.task.compiler} in the first step (train.compile=none turns it off)")
-        if self.found is not None:
-            say(f"going on from step {self.step} ({self.found})")
-        for line in (*self.notes, *(f"changed since the last start: {change}" for change in self.changes)):
+        if self.found.path is not None:
+            say(f"going on from step {self.step} ({self.found.path})")
+        changed = [f"changed since the last start: {change}" for change in self.changes]
+        for line in (*self.found.notes, *self.notes, *changed):
             say(line)
 
     # loop: micro-batches → gradients → (clip, check) → optimizer → schedule → maybe {log, validate, save}
