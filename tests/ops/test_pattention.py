@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer.config import ModelConfig
 from tokenformer.ops import pattention as ops
-from tokenformer.ops.pattention import flops, pattention, pattention_group
+from tokenformer.ops.pattention import bytes_moved, flops, pattention, pattention_group
 
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")
 
@@ -221,3 +221,7 @@ def test_an_unknown_theta_is_refused():
 
 def test_the_config_and_the_table_know_the_same_thetas():
     assert get_args(get_type_hints(ModelConfig)["theta"]) == tuple(ops.THETAS) == THETAS
+
+
+def test_the_fewest_bytes_are_those_of_input_output_keys_and_values():
+    assert bytes_moved(2, 3, 5, 7) == 2 * (2 * 3 + 2 * 5 + 7 * 3 + 7 * 5)
