@@ -39,9 +39,10 @@ def attention(
         mask = causal_mask(length, keys, q_BHTC.device)
     if documents_BT is not None:
         same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
-        mask = (
-            same if mask is None else mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
-        )
+        if mask is None or mask.dtype == torch.bool:
+            mask = same if mask is None else mask & same
+        else:
+            mask = mask.masked_fill(~same, -torch.inf)
     flash = False
     if mask is None and length > 1:  # a branch: under compile a length may be symbolic, and its comparison no bool
         flash = True

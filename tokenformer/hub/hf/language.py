@@ -209,9 +209,8 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         """None (causal: flash attention) where nothing else is asked for, else what each position sees."""
         seen: Any = create_causal_mask(
             config=self.config,
-            inputs_embeds=torch.empty(
-                (*given.shape[:2], 0), dtype=self.dtype, device=given.device
-            ),  # shape and type alone
+            # its shape and type alone are looked at
+            inputs_embeds=torch.empty((*given.shape[:2], 0), dtype=self.dtype, device=given.device),
             attention_mask=mask,
             past_key_values=past,
             position_ids=positions if positions is None or positions.ndim == 2 else positions[None],
