@@ -17,7 +17,7 @@ from tokenformer.config import ModelConfig, ModelFile
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest
 from tokenformer.hub.fill import check_names
-from tokenformer.models import LanguageModel
+from tokenformer.models import build
 
 SHARD = 5 * 10**9  # bytes
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -33,7 +33,9 @@ class Stored(Mapping[str, Tensor]):
         history = self.folder / "history.json"
         self.history: list[dict] = json.loads(history.read_text(encoding="utf-8")) if history.is_file() else []
         with torch.device("meta"):
-            expected = {name: p.shape for name, p in LanguageModel(self.config).named_parameters()}
+            model = build(self.config)
+        self.ends = model.ends
+        expected = {name: p.shape for name, p in model.named_parameters()}
         self.files: dict[str, Path] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for path in sorted(self.folder.glob("model*.safetensors")):
@@ -77,7 +79,7 @@ def write_stream(
 ) -> None:
     """A folder as `save` makes it, from tensors that come one by one, in the order and types of `dtypes`."""
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in LanguageModel(config).named_parameters()}
+        shapes = {name: p.shape for name, p in build(config).named_parameters()}
     check_names(shapes, dict(dtypes), "what is to be written")
     shards: list[dict[str, int]] = [{}]
     for name, dtype in dtypes.items():

@@ -23,8 +23,10 @@ from tokenformer.config import Config
 from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError
 from tokenformer.files import write_text
-from tokenformer.growth.schedule import Progress, chain, due
-from tokenformer.growth.schedule import rate as rate_factor
+from tokenformer.growth.plan import plan
+from tokenformer.growth.stages import Progress, chain, due
+from tokenformer.growth.stages import rate as rate_factor
+from tokenformer.models import build
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.train import checkpoint, growing, loggers
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
@@ -99,8 +101,8 @@ class Trainer:
         done = len(self.grown.steps)
         self.layout = self.task.build(self.chain[done], first)
         self.model, self.cost = self.layout.model, self.layout.model.cost()
-        shares = growing.in_force(self.layout, self.chain, self.config.growth, done)
-        self.optimizer = Optimizer(self.layout.named.items(), self.config.optimizer, shares, self.layout)
+        shares = self.after_growth(done) if done else {}
+        self.optimizer = Optimizer(self.layout, self.config.optimizer, shares)
         self.guard = Guard(self.config.train, self.device)
         self.spikes = Spikes(self.config.train.spike)
         self.totals = Totals()
@@ -108,6 +110,15 @@ class Trainer:
         self.parts = {**parts, "growth": self.grown}
         self.checkpoints = Checkpoints(self.folder, self.config.checkpoint, self.place)
         self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
+
+    def after_growth(self, done: int) -> dict[str, float]:
+        """Freeze what the growth before this start froze; the share of the rate of what learns more slowly."""
+        stage, before = self.config.growth[done - 1], self.chain[done - 1]
+        with torch.device("meta"):
+            names = [name for name, _ in build(before).named_parameters()]
+        growth = plan(before, names, stage, ends=self.model.ends)
+        self.layout.freeze(growing.frozen(growth, stage))
+        return growing.rates(growth, stage)
 
     # resume: from the newest complete checkpoint, or from the beginning
 
@@ -190,7 +201,8 @@ class Trainer:
         expected = self.task.tokens_per_step  # divides at once, so that fp16 gradients are those of a mean
         total, count = self.task.gradients(self.model, self.batches, self.guard.scale / expected)
         total, count = self.place.sum(torch.stack([total, count]))
-        divisor, skip, norm = self.guard.check(self.layout.gradients(), total, count / expected, self.layout.norm)
+        self.layout.collect_gradients()
+        divisor, skip, norm = self.guard.check(self.layout.norm(), total, count / expected)
         self.optimizer.step(self.rate(self.step), divisor, skip)
         self.layout.clear()
         self.recent.append(torch.stack([total / count, norm, skip, self.guard.scale]))
