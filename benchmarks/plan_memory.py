@@ -26,8 +26,8 @@ def measure(cell: str) -> dict:
     from tokenformer.parallel.estimate import estimate
     from tokenformer.parallel.layout import Layout
     from tokenformer.parallel.mesh import Degrees
+    from tokenformer.train.compile import choose_compiler, wrap
     from tokenformer.train.optim import Optimizer
-    from tokenformer.train.wrap import backend, wrap
 
     preset, optimizer, again, micro, *more = cell.split(":")
     settings = [f"batch={2 * int(micro)}", f"micro_batch={micro}", f"optimizer.kind={optimizer}"]
@@ -35,7 +35,7 @@ def measure(cell: str) -> dict:
     config = load(f"lm/{preset}", overrides=settings)
     expected = estimate(config, Degrees())
     device = torch.device("cuda")
-    compiler = backend(config.train, device)
+    compiler = choose_compiler(config.train, device)
     with torch.device("meta"):
         model = build(config.model)
     model.to_empty(device=device).compute_dtype = torch.bfloat16

@@ -152,6 +152,8 @@ def check_manifest(folder: str | Path, checksums: bool = True) -> None:
         raise UserError(f"{folder / MANIFEST} lists no files: get the folder anew")
     for name, entry in files.items():
         path = folder / name
+        if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
+            raise UserError(f"{folder / MANIFEST} does not say what {name[:80]} is: get the folder anew")
         if not path.is_file():
             raise UserError(f"{path} is missing although the manifest lists it: get the folder anew")
         if path.stat().st_size != entry["bytes"] or (checksums and sha256(path) != entry["sha256"]):

@@ -9,7 +9,7 @@ import torch
 
 from tokenformer.cli.main import build_parser, main
 from tokenformer.hub import load, save
-from tokenformer.hub.official_config import load_config
+from tokenformer.hub.open import read_config
 from tokenformer.models import LanguageModel
 
 
@@ -68,7 +68,7 @@ def test_official_weights_go_there_and_back_bit_equal(golden, tmp_path, target, 
 
 
 def test_official_weights_get_the_tokenizer_that_all_of_them_have(tmp_path):
-    config = load_config("lm/150m", overrides=["model.layers=1", "model.dim=32", "model.heads=2"]).model
+    config = read_config("lm/150m", overrides=["model.layers=1", "model.dim=32", "model.heads=2"]).model
     save(LanguageModel(config), tmp_path / "a", format="official")
     assert main(["convert", "--to", "hf", str(tmp_path / "a"), "--out", str(tmp_path / "b")]) == 0
     from transformers import AutoTokenizer
@@ -79,7 +79,7 @@ def test_official_weights_get_the_tokenizer_that_all_of_them_have(tmp_path):
 
 
 def test_segments_are_merged_so_that_the_official_format_can_hold_them(tmp_path, capsys):
-    config = load_config("lm/150m", overrides=[
+    config = read_config("lm/150m", overrides=[
         "model.layers=2", "model.dim=32", "model.heads=2", "model.vocab=384", "model.context=64",
         "model.qkv_tokens=[4,12]", "model.proj_tokens=16", "model.ffn_tokens=[16,8,8]",
     ]).model  # fmt: skip
@@ -96,7 +96,7 @@ def test_segments_are_merged_so_that_the_official_format_can_hold_them(tmp_path,
 
 
 def test_a_segmented_model_goes_from_ours_to_hf_and_back(tmp_path):
-    config = load_config("lm/150m", overrides=[
+    config = read_config("lm/150m", overrides=[
         "model.layers=2", "model.dim=32", "model.heads=2", "model.vocab=64", "model.qkv_tokens=[4,5]",
         "model.proj_tokens=6", "model.ffn_tokens=[8,9,10]", "model.layer_overrides={1: {ffn_tokens: [3, 4]}}",
     ]).model  # fmt: skip

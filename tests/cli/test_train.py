@@ -8,7 +8,7 @@ import pytest
 
 from tests.train.conftest import config_file, one_thread, prepared, tiny  # noqa: F401 (fixtures)
 from tokenformer.cli.main import main
-from tokenformer.train.checkpoint import all_steps
+from tokenformer.hub.run_folder import all_steps
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -70,9 +70,9 @@ def test_compiling_without_a_compiler_is_one_sentence(config_file, tmp_path, cap
 
 def test_a_preset_fits_its_micro_batch_to_a_small_batch_and_a_run_that_is_not_there_is_said(tmp_path, capsys):
     from tokenformer.config import load
-    from tokenformer.train.run import settle
+    from tokenformer.train.run import with_batch_sizes
 
-    assert settle(load("lm/150m", overrides=["batch=4"]), world=1).micro_batch == 4
+    assert with_batch_sizes(load("lm/150m", overrides=["batch=4"]), world=1).micro_batch == 4
     assert "there is no run at" in refused(capsys, str(tmp_path / "nope"), "--resume")
 
 

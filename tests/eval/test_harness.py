@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tokenformer.errors import UserError
-from tokenformer.eval.source import open_model
 from tokenformer.eval.tasks import TASKS, run_tasks
+from tokenformer.hub.open import open_model
 from tokenformer.infer.packed import Packed
 
 TEXTS = ["Alice was beginning to get very tired of sitting by her sister on the bank, " * 12, "short", "two\nlines"]
@@ -132,8 +132,8 @@ def test_the_harnesss_own_command_line_knows_the_model_offline(hf_folder, data_d
     assert capsys.readouterr().out.count("|winogrande ") == 1
     (results,) = (tmp_path / "out").rglob("results*.json")
     measured = json.loads(results.read_text())["results"]
-    model, tokenizer = open_model(hf_folder, device="cpu")
-    for task, numbers in run_tasks(Packed(model), tokenizer, list(TASKS), data_dir).items():
+    opened = open_model(hf_folder)
+    for task, numbers in run_tasks(Packed(opened.model.eval()), opened.tokenizer, list(TASKS), data_dir).items():
         del numbers["rows"]
         assert {name: measured[task][f"{name},none"] for name in numbers} == pytest.approx(numbers, rel=1e-4)
 

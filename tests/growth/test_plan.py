@@ -35,7 +35,7 @@ def test_one_trunk_of_several_grows_and_the_rest_stays():
     growth = plan(PAIR, NAMES, Growth(on="text.", ffn_tokens=60, layers=3), ends=ENDS, number=1)
     assert growth.config.trunk("text.").ffn_tokens == [48, 12] and growth.config.trunk("text.").layers == 3
     assert growth.config.trunk("image.") == PAIR.resolved().trunk("image.") and growth.event["on"] == "text."
-    for name in NAMES[:5] + ["scale"]:
+    for name in [*NAMES[:5], "scale"]:
         assert growth.recipes[name] == Appended(old=name)
     new = growth.recipes["text.blocks.0.ffn.segments.1.key_tokens"]
     assert isinstance(new, Appended)

@@ -13,9 +13,10 @@ import torch
 
 from tokenformer.config import LayerOverride, ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.hub import load, read_config, save, tokenizer_json
+from tokenformer.hub import load, save
 from tokenformer.hub.folder import save_folder
 from tokenformer.hub.official_config import to_official
+from tokenformer.hub.open import open_model
 from tokenformer.models import LanguageModel
 
 SEGMENTED = ModelConfig(
@@ -33,9 +34,9 @@ def test_a_segmented_model_comes_back_bit_equal(tmp_path, shard_bytes):
     save_folder(model, tmp_path / "m", '{"version": "1.0"}', shard_bytes)
     assert len(list((tmp_path / "m").glob("*.safetensors"))) == (1 if shard_bytes > 5000 else 17)
     again = load(tmp_path / "m")
-    assert again.config == model.config == read_config(tmp_path / "m")
+    assert again.config == model.config == open_model(tmp_path / "m").config
     assert again.history == model.history
-    assert tokenizer_json(tmp_path / "m") == '{"version": "1.0"}'
+    assert open_model(tmp_path / "m").tokenizer_json == '{"version": "1.0"}'
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     assert load(tmp_path / "m", dtype=torch.bfloat16)(IDS).logits.dtype == torch.bfloat16
 

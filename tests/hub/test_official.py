@@ -11,8 +11,9 @@ from tokenformer.config import LayerOverride, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.hub import load, save
 from tokenformer.hub.official import refusal
-from tokenformer.hub.official_config import load_config, read_generation
+from tokenformer.hub.official_config import read_generation
 from tokenformer.hub.official_names import to_official
+from tokenformer.hub.open import read_config
 from tokenformer.models import LanguageModel
 
 SHAPE = {"layers": 2, "dim": 32, "heads": 2, "qkv_tokens": 9, "proj_tokens": 16, "ffn_tokens": 25, "vocab": 64}
@@ -33,7 +34,7 @@ def test_the_way_back_is_bit_equal(golden, tmp_path):
 
 def test_a_weight_file_takes_the_config_that_is_given(golden):
     folder, expected = golden
-    config = load_config(folder / "config.yml").model
+    config = read_config(folder / "config.yml").model
     assert torch.equal(
         load(folder / "pytorch_model.bin", config=config)(expected["input_ids"]).logits,
         load(folder)(expected["input_ids"]).logits,
@@ -43,7 +44,7 @@ def test_a_weight_file_takes_the_config_that_is_given(golden):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_zero_folder_is_a_model(golden_folder, world):
     data = golden_folder.parent / "zero"
-    config = load_config(data / "config.yml").model
+    config = read_config(data / "config.yml").model
     model = load(data / f"world{world}", config=config)
     expected = load_file(data / f"expected_world{world}.safetensors")
     assert len(expected) == len(dict(model.named_parameters()))
@@ -90,11 +91,11 @@ def test_all_official_configs_parse(shared, capsys):
     for path in files:
         if path.name == "text_generation.yml":
             with pytest.raises(UserError, match="has generation settings but no model"):
-                load_config(path)
-            merged = load_config(files[0], path).model
-            assert merged == load_config(files[0]).model
+                read_config(path)
+            merged = read_config(files[0], path).model
+            assert merged == read_config(files[0]).model
             continue
-        model = load_config(path).model
+        model = read_config(path).model
         assert model.layers == sizes[path.name.split("_")[0]]
         assert model.theta == "l2_norm_gelu"
         assert "official keys that do not change the model were ignored" in capsys.readouterr().err
@@ -117,15 +118,15 @@ def test_a_key_that_changes_the_function_is_refused_by_name(golden_folder, tmp_p
     base = golden_folder / "l2_norm_gelu" / "config.yml"
     (tmp_path / "more.yml").write_text("{" + line + "}")
     with pytest.raises(UserError) as caught:
-        load_config(base, tmp_path / "more.yml")
+        read_config(base, tmp_path / "more.yml")
     assert sentence in str(caught.value)
 
 
 def test_hyphens_and_capital_false_are_understood_and_files_merge(golden_folder, tmp_path):
     base = golden_folder / "l2_norm_gelu" / "config.yml"
     (tmp_path / "more.yml").write_text('{ "qkv-slot-num": 44, # more\n "use_wandb": False, }')
-    assert load_config(base, tmp_path / "more.yml").model.qkv_tokens == 44
-    assert load_config(base, overrides=["model.ffn_tokens=[72, 8]"]).model.ffn_tokens == [72, 8]
+    assert read_config(base, tmp_path / "more.yml").model.qkv_tokens == 44
+    assert read_config(base, overrides=["model.ffn_tokens=[72, 8]"]).model.ffn_tokens == [72, 8]
 
 
 def harmed(folder, harm):

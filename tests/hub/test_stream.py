@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tokenformer import LanguageModel, ModelConfig, UserError, load, save
-from tokenformer.hub.stream import Stored, write_stream
+from tokenformer.hub.folder import Stored, write_folder
 
 SHAPE = ModelConfig(layers=2, dim=32, heads=4, qkv_tokens=8, proj_tokens=8, ffn_tokens=[16, 4], vocab=128)
 
@@ -17,7 +17,7 @@ def model():
 def stream(model, folder, tensors=None, **more):
     named = [(n, p.detach()) for n, p in model.named_parameters()]
     types = {n: t.dtype for n, t in named}
-    write_stream(folder, model.config, [{"what": "grow"}], tensors or iter(named), types, **more)
+    write_folder(folder, model.config, [{"what": "grow"}], tensors or iter(named), types, **more)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

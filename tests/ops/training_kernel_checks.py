@@ -17,7 +17,7 @@ from tokenformer.models import LanguageModel
 from tokenformer.ops import pattention as ops
 from tokenformer.ops.cross_entropy import linear_cross_entropy
 from tokenformer.ops.pattention import THETAS, fused, pattention, pattention_group
-from tokenformer.train.wrap import again
+from tokenformer.train.compile import recompute
 
 # rows, d_in, members: (segments, d_out)
 SHAPES = {
@@ -204,7 +204,7 @@ def check_model(
                 p.mul_(20 if name.endswith("key_tokens") else 1)
         if selective:
             for block in model.blocks:
-                again(block, selective=True)
+                recompute(block, selective=True)
         if compiler != "none":
             for block in model.blocks:
                 block.compile(backend=compiler, dynamic=False, fullgraph=True)

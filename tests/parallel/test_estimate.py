@@ -19,8 +19,8 @@ from tokenformer.models import build
 from tokenformer.parallel.estimate import choose, estimate
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Degrees
+from tokenformer.train.compile import wrap
 from tokenformer.train.optim import Optimizer
-from tokenformer.train.wrap import wrap
 
 
 def config(*settings: str):

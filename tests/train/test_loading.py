@@ -6,7 +6,7 @@ import torch
 import tokenformer
 from tokenformer.cli.main import main
 from tokenformer.errors import UserError
-from tokenformer.hub import read_config, tokenizer_json
+from tokenformer.hub.open import open_model
 from tokenformer.train.trainer import Trainer
 
 
@@ -16,7 +16,8 @@ def test_a_run_is_its_last_checkpoint(tiny, tmp_path):
     for source in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000006"):
         model = tokenformer.load(source)
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trainer.model.parameters(), strict=True))
-        assert read_config(source) == trainer.model.config and '"<|endoftext|>"' in tokenizer_json(source)
+        opened = open_model(source)
+        assert opened.config == trainer.model.config and '"<|endoftext|>"' in opened.tokenizer_json
     earlier = tokenformer.load(tmp_path / "run" / "checkpoints" / "step-00000003")
     assert not torch.equal(earlier.embedding.weight, model.embedding.weight)
 

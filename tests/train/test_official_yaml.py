@@ -9,11 +9,11 @@ from tokenformer.data.text.prepare import prepare
 from tokenformer.errors import UserError
 from tokenformer.hub import save
 from tokenformer.hub.dcp import read_tensors
-from tokenformer.hub.official_config import load_config
+from tokenformer.hub.open import read_config
+from tokenformer.hub.run_folder import all_steps, newest_whole
 from tokenformer.models import LanguageModel
-from tokenformer.train.checkpoint import all_steps, newest
 from tokenformer.train.report import read_rows
-from tokenformer.train.run import settle
+from tokenformer.train.run import with_batch_sizes
 from tokenformer.train.trainer import Trainer
 
 NAMES = [
@@ -43,7 +43,7 @@ def test_each_official_training_file_trains_three_steps(shared, official_set, tm
         save(base, tmp_path / "base", format="official")
         paths.append(f"start={tmp_path / 'base'}")
     small = ["micro_batch=2", "steps=3", "validation.batches=1", "validation.generate=4", "data.workers=1"]
-    config = load_config(
+    config = read_config(
         shared / "golden" / "configs" / f"{name}.yml", overrides=[*TINY, *TOKENS, *paths, *small], training=True
     )
     assert Trainer(config, tmp_path / "run").run() is None
@@ -67,20 +67,20 @@ def test_the_batch_of_the_first_start_is_held(shared, official_set, tmp_path):
     paths = [f"data.path={official_set}", f"data.tokenizer={tmp_path / 'tokenizer.json'}"]
     file = shared / "golden" / "configs" / "150M_train_pile.yml"
     common = [*TINY, *TOKENS, *paths, "validation.batches=1", "validation.generate=0", "checkpoint.also=[]"]
-    Trainer(load_config(file, overrides=[*common, "micro_batch=2", "steps=3"], training=True), tmp_path / "run").run()
-    again = load_config(file, overrides=[*common, "micro_batch=4", "steps=3"], training=True)
+    Trainer(read_config(file, overrides=[*common, "micro_batch=2", "steps=3"], training=True), tmp_path / "run").run()
+    again = read_config(file, overrides=[*common, "micro_batch=4", "steps=3"], training=True)
     trainer = Trainer(again, tmp_path / "run", resume=True)
     trainer.run()
-    assert trainer.config.batch == 8 and trainer.task.micro_batches == 2
-    overridden = load_config(file, overrides=["batch=1024"], training=True)
-    assert settle(overridden, world=8).batch == 1024
-    assert settle(load_config(file, training=True), world=8).batch == 32 * 4 * 8
+    assert trainer.config.batch == 8 and trainer.task.loader.micro_batches == 2
+    overridden = read_config(file, overrides=["batch=1024"], training=True)
+    assert with_batch_sizes(overridden, world=8).batch == 1024
+    assert with_batch_sizes(read_config(file, training=True), world=8).batch == 32 * 4 * 8
     with pytest.raises(UserError, match="batch 1000 cannot be cut into micro-batches of 32 on each of 8 ranks"):
-        settle(load_config(file, overrides=["batch=1000"], training=True), world=8)
+        with_batch_sizes(read_config(file, overrides=["batch=1000"], training=True), world=8)
 
 
 def test_what_the_official_files_say_is_what_we_do(shared, capsys):
-    config = load_config(shared / "golden" / "configs" / "150M_train_pile.yml", training=True)
+    config = read_config(shared / "golden" / "configs" / "150M_train_pile.yml", training=True)
     said = capsys.readouterr().err
     assert "gradients are clipped at 1; the official trainer drops this setting" in said
     assert (config.optimizer.kind, config.optimizer.rate, config.optimizer.betas) == ("adamw", 6e-4, [0.9, 0.95])
@@ -98,7 +98,7 @@ def test_what_the_official_files_say_is_what_we_do(shared, capsys):
 def test_zero_stages(shared, tmp_path, stage, shard, reshard):
     (tmp_path / "zero.yml").write_text(f'{{"zero_optimization": {{"stage": {stage}}}, "log_interval": 7}}')
     files = [shared / "golden" / "configs" / "150M_train_pile.yml", tmp_path / "zero.yml"]
-    parallel = load_config(*files, training=True).parallel
+    parallel = read_config(*files, training=True).parallel
     assert (parallel.shard, parallel.reshard_after_forward) == (shard, reshard)
 
 
@@ -117,6 +117,6 @@ def test_what_cannot_be_followed_is_refused(shared, tmp_path, line, sentence):
     (tmp_path / "more.yml").write_text("{" + line + "}")
     files = [shared / "golden" / "configs" / "150M_train_pile.yml", tmp_path / "more.yml"]
     with pytest.raises(UserError, match=sentence):
-        load_config(*files, training=True)
-    assert load_config(*files).model.layers == 12  # the model alone can still be read
-    assert newest(tmp_path) is None
+        read_config(*files, training=True)
+    assert read_config(*files).model.layers == 12  # the model alone can still be read
+    assert newest_whole(tmp_path) is None

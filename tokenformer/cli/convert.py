@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tokenformer.errors import UserError
 
-NEOX_VOCAB = 50304  # gpt-neox-20b's 50,277 tokens, padded: what every released model has
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a folder, a weight file, or a hub name such as Haiyang-W/TokenFormer-150M")
@@ -32,33 +30,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from tokenformer import hub
-    from tokenformer.data.text.tokenizer import BUNDLED, load_tokenizer
     from tokenformer.files import refuse_existing
-    from tokenformer.hub.official_config import load_config
+    from tokenformer.hub.open import open_model
 
     refuse_existing(args.out)
     if args.merge_segments != bool(args.text):
         raise UserError("--merge-segments needs --text FILE, which nothing else does: give both or neither")
-    text = load_tokenizer(args.tokenizer).to_json() if args.tokenizer else None
-    config = load_config(*args.config).model if args.config else None
-    model = hub.load(args.source, config=config)
-    if args.merge_segments:
-        model = merged(model, args)
-    text = text or hub.tokenizer_json(args.source)
-    if text is None and hub.locate(args.source)[0] == "official" and model.config.vocab == NEOX_VOCAB:
-        text = load_tokenizer(BUNDLED).to_json()
+    opened = open_model(args.source, args.config, tokenizer=args.tokenizer)
+    model = merged(opened, args) if args.merge_segments else opened.model
+    text = opened.tokenizer_json
     hub.save(model, args.out, format=args.to, tokenizer_json=text)
     note = "" if text else "; no tokenizer was found beside the weights: add one with --tokenizer"
     print(f"{args.out}: {model.cost().parameters:,} parameters, {args.to} format{note}")
 
 
-def merged(model, args: argparse.Namespace):
+def merged(opened, args: argparse.Namespace):
     """One segment a layer; says what that did to the loss."""
     from tokenformer.cli.grow import text_ids
     from tokenformer.growth import merge_segments
 
-    ids = text_ids(args.text, args.source, model.config, args.tokenizer, 1 << 14)
-    model = merge_segments(model, ids, force=args.force)
+    ids = text_ids(args.text, opened, 1 << 14)
+    model = merge_segments(opened.model, ids, force=args.force)
     event = model.history[-1]
     before, after = event["loss_before"], event["loss_after"]
     print(f"segments merged: loss on {args.text.name} {before:.4f} → {after:.4f} ({after - before:+.4f})")

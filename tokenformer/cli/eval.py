@@ -41,10 +41,9 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.data.text.tokenizer import fingerprint
     from tokenformer.eval.perplexity import window
     from tokenformer.eval.ranks import leave, local_device, rank
-    from tokenformer.eval.source import open_model
     from tokenformer.eval.tasks import TASKS, read_rows
     from tokenformer.files import check_writable
-    from tokenformer.hub.official_config import read_generation
+    from tokenformer.hub.open import name_model, open_model
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     names = list(TASKS) if names == ["all"] else names
@@ -63,21 +62,17 @@ def run(args: argparse.Namespace) -> None:
         check_text(text, args.part)
     if args.out:
         check_writable(args.out)
-    configs = [word for word in args.source if Path(word).suffix in (".yml", ".yaml")]
-    weights = [word for word in args.source if word not in configs]
-    source = weights[0] if weights else read_generation(*configs).weights
-    if len(weights) > 1 or source is None:
-        raise UserError(f"give one model, not {' '.join(weights) or 'none'}, and config files that end in .yml")
-    model, tokenizer = open_model(
-        source, configs, tokenizer=args.tokenizer, device=local_device(args.device), dtype=args.dtype
-    )
+    source, configs, _ = name_model(args.source)
+    device = local_device(args.device)
+    opened = open_model(source, configs, tokenizer=args.tokenizer, device=device, dtype=args.dtype)
+    tokenizer, model = opened.tokenizer, opened.model.eval()
     context, stride = window(model.config.context, args.context, args.stride)
     results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters}
     results["tokenizer"] = {"name": tokenizer.name, "sha256": fingerprint(tokenizer)}
     results |= {"context": context, "limit": args.limit}
     try:
         if args.text:
-            how = {"stride": stride, "part": args.part, "shares": shares(source) if args.part else None}
+            how = {"stride": stride, "part": args.part, "shares": shares(opened.run) if args.part else None}
             results |= {**how, "texts": {}}
             for text in args.text:
                 results["texts"][text] = measure_text(model, tokenizer, text, results, args)
@@ -91,15 +86,12 @@ def run(args: argparse.Namespace) -> None:
     leave()
 
 
-def shares(source: str | Path) -> list[float]:
+def shares(run: Path | None) -> list[float]:
     """Of train, validation and test: as the run was trained, else as every run is by default."""
-    from tokenformer import hub
+    from tokenformer.config import load
     from tokenformer.config_data import DataConfig
-    from tokenformer.hub.official_config import load_config
 
-    kind, path = hub.locate(source)
-    config = path / "../../../config.yml"  # of RUN/checkpoints/STEP/model
-    return (load_config(config).data if kind == "checkpoint" and config.is_file() else DataConfig()).split
+    return (load(run / "config.yml").data if run else DataConfig()).split
 
 
 def check_text(text: str, part: str | None) -> None:

@@ -17,7 +17,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from tokenformer.errors import UserError
 
@@ -62,18 +61,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from tokenformer.eval.source import open_model
     from tokenformer.files import check_writable
-    from tokenformer.hub.official_config import read_generation
+    from tokenformer.hub.open import name_model, open_model
     from tokenformer.infer.engine import Engine
     from tokenformer.infer.requests import Prompt, Request, stop_token
     from tokenformer.strict import build
 
-    configs = [word for word in args.source if Path(word).suffix in (".yml", ".yaml")]
-    weights = [word for word in args.source if word not in configs]
-    if len(weights) > 1:
-        raise UserError(f"{weights[1]} is one model too many: give one, and config files that end in .yml")
-    official = read_generation(*configs)
+    source, configs, official = name_model(args.source)
     given = {name: getattr(args, option) for option, name in OPTIONS.items() if getattr(args, option) is not None}
     kinds = {"interactive": args.interactive, "input-file": args.input_file, "unconditional": args.num_samples}
     asked = [kind for kind, wanted in kinds.items() if wanted]
@@ -92,15 +86,13 @@ def run(args: argparse.Namespace) -> None:
         check_writable(request.sample_output_file)
     named = [Prompt(text, f"prompt {i}") for i, text in enumerate(args.prompt or [], 1)]
     prompts = [] if talks else named or request.prompts()
-    source = weights[0] if weights else official.weights
-    if source is None:
-        raise UserError(f"{' + '.join(configs)} names no weights: set eval_ckpt or load, or give a model first")
     if "" in args.stop:
         raise UserError("--stop is empty: give the text that ends a result, or leave it out")
     if args.batch < 1:
         raise UserError(f"--batch is {args.batch}: give a number above 0")
-    model, tokenizer = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
-    engine = Engine(model, vocab=tokenizer.vocab_size)
+    opened = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
+    tokenizer = opened.tokenizer
+    engine = Engine(opened.model.eval(), vocab=tokenizer.vocab_size)
     stop_ids = [stop_token(tokenizer, word) for word in args.stop_token]
     if talks:
         converse(engine, tokenizer, request, stop_ids, args)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenformer.config import ModelConfig
     from tokenformer.growth import Plan
     from tokenformer.growth.verify import Certificate
+    from tokenformer.hub.open import Opened
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,36 +53,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    import torch
+
     from tokenformer import growth, hub
     from tokenformer.config import load
     from tokenformer.files import refuse_existing
     from tokenformer.growth.make import tensors as made
     from tokenformer.growth.verify import verify
-    from tokenformer.hub.official_config import load_config
-    from tokenformer.hub.stream import Stored, write_stream
-    from tokenformer.models import cost
+    from tokenformer.hub.folder import write_folder
+    from tokenformer.hub.open import open_model
+    from tokenformer.models import build, cost
 
     refuse_existing(args.out)
     if args.text and not args.verify:
         raise UserError("--text is for verifying, and --no-verify leaves that out: give one of them")
     wanted = load(args.to).model if args.to else None
-    given = load_config(*args.config).model if args.config else None
-    kind, path = ("official", None) if given else hub.locate(args.source)
-    model = None
-    if kind == "ours" and path and not args.verify:
-        stored = Stored(path)  # read tensor by tensor
-        config, history, tensors, dtypes, ends = stored.config, stored.history, stored, stored.dtypes, stored.ends
-    else:
-        model = hub.load(args.source, config=given)
-        config, history, tensors = model.config, model.history, {n: p.detach() for n, p in model.named_parameters()}
-        dtypes, ends = {name: tensor.dtype for name, tensor in tensors.items()}, model.ends
+    opened = open_model(args.source, args.config, tokenizer=args.tokenizer)
+    tensors, dtypes, history = opened.tensors(stream=not args.verify)
+    config = opened.config.resolved()
+    with torch.device("meta"):
+        ends = build(config).ends
     asked = growth.Growth(**(_given(args) | (_sizes(config, wanted) if wanted else {})))
     plan = growth.plan(config, list(tensors), asked, ends=ends, seed=args.seed, number=len(history))
     before, after = cost(config).parameters, cost(plan.config).parameters
-    tokenizer = hub.tokenizer_json(args.source)
-    if model is None or not args.verify:
+    if not args.verify:
         types = {name: dtypes[min(recipe.reads())] for name, recipe in plan.recipes.items()}
-        write_stream(args.out, plan.config, [*history, plan.event], made(plan, tensors), types, tokenizer)
+        events = [*history, plan.event]
+        write_folder(args.out, plan.config, events, made(plan, tensors), types, opened.tokenizer_json)
     else:
         width = max(dtype.itemsize for dtype in dtypes.values()) / 1e6
         print(
@@ -91,10 +89,10 @@ def run(args: argparse.Namespace) -> None:
         )
         ids = {"random tokens": random_ids(config, args.seed)}
         if args.text:
-            ids[args.text.name] = text_ids(args.text, args.source, config, args.tokenizer, 1 << 13)
-        bigger = growth.follow(model, plan, share=True)
-        show({what: verify(model, bigger, i, plan) for what, i in ids.items()}, plan)
-        hub.save(bigger, args.out, tokenizer_json=tokenizer)
+            ids[args.text.name] = text_ids(args.text, opened, 1 << 13)
+        bigger = growth.follow(opened.model, plan, share=True)
+        show({what: verify(opened.model, bigger, i, plan) for what, i in ids.items()}, plan)
+        hub.save(bigger, args.out, tokenizer_json=opened.tokenizer_json)
     print(f"{args.out}: {before:,} → {after:,} parameters")
 
 
@@ -134,23 +132,15 @@ def random_ids(config: "ModelConfig", seed: int) -> "Tensor":
     return torch.randint(config.vocab, (4, length), generator=torch.Generator().manual_seed(seed))
 
 
-def text_ids(path: Path, source: str, config: "ModelConfig", tokenizer: str | None, tokens: int) -> "Tensor":
+def text_ids(path: Path, opened: "Opened", tokens: int) -> "Tensor":
     """About so many tokens of a text, in rows of the model's context (512 at most) from all over it."""
     import torch
-
-    from tokenformer import hub
-    from tokenformer.data.text.tokenizer import FileTokenizer, load_tokenizer
 
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as text ({error}): give a text file in UTF-8") from None
-    own = None if tokenizer else hub.tokenizer_json(source)
-    if tokenizer is None and own is None and config.vocab not in (384, 50304):
-        raise UserError(f"{source} has no tokenizer beside it: name one with --tokenizer")
-    default = "byte" if config.vocab == 384 else "gpt-neox-20b"
-    encoder = FileTokenizer(own, source) if own else load_tokenizer(tokenizer or default)
-    length = min(config.context, 512)
+    encoder, length = opened.tokenizer, min(opened.config.context, 512)
     rows = max(1, tokens // length)
     if len(text) <= 16 * tokens:  # short: from its beginning, row after row
         whole = encoder.encode(text)
@@ -161,8 +151,6 @@ def text_ids(path: Path, source: str, config: "ModelConfig", tokenizer: str | No
     full = [ids for ids in encoded if len(ids) == length]
     if not full:
         raise UserError(f"{path} is shorter than {length} tokens: give a longer text")
-    if max(map(max, full)) >= config.vocab:
-        raise UserError(f"the tokenizer has ids beyond the model's vocabulary {config.vocab}: give the one that fits")
     return torch.tensor(full)
 
 

@@ -29,20 +29,19 @@ def run(args: argparse.Namespace) -> None:
 
 def model_config(source: list[str]) -> ModelConfig:
     """The model of configs and overrides, or of weights."""
-    from tokenformer.hub import read_config
-    from tokenformer.hub.official_config import load_config
+    from tokenformer.hub.open import open_model, read_config
 
     overrides = [word for word in source if "=" in word]
     names = [word for word in source if "=" not in word]
     weights = [n for n in names if Path(n).is_dir() or n.endswith((".bin", ".pt")) or _hub_name(n)]
     configs = [n for n in names if n not in weights]
     if weights and configs:  # the weights' own config, as `convert` takes it
-        return load_config(*configs, overrides=overrides).model
+        return read_config(*configs, overrides=overrides).model
     if weights and overrides:
         raise UserError(f"{weights[0]} holds weights, which overrides cannot change: leave {overrides[0]} out")
     if len(weights) > 1:
         raise UserError(f"{weights[1]} is a second model: give one at a time")
-    return read_config(weights[0]) if weights else load_config(*names, overrides=overrides).model
+    return open_model(weights[0]).config if weights else read_config(*names, overrides=overrides).model
 
 
 def _hub_name(name: str) -> bool:

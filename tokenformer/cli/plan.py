@@ -24,15 +24,15 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.config_train import DEGREES
     from tokenformer.errors import UserError
     from tokenformer.growth.stages import chain
-    from tokenformer.hub.official_config import load_config
+    from tokenformer.hub.open import read_config
     from tokenformer.parallel.estimate import choose
-    from tokenformer.train.run import settle
+    from tokenformer.train.run import with_batch_sizes
 
     for name in ("gpus", "gpus_per_node"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number above 0")
-    config = load_config(args.config, overrides=args.settings, training=True)
-    config = settle(config, args.gpus if config.batch is None else 1)  # official files count a batch by GPUs
+    config = read_config(args.config, overrides=args.settings, training=True)
+    config = with_batch_sizes(config, args.gpus if config.batch is None else 1)  # official files count a batch by GPUs
     grown = chain(config.model, config.growth)[-1]
     if config.growth:
         print(f"planned for the model after its {len(config.growth)} growths")

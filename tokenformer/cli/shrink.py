@@ -34,17 +34,18 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.cli.grow import text_ids
     from tokenformer.files import refuse_existing
     from tokenformer.growth.shrink import shrink
-    from tokenformer.hub.official_config import load_config
+    from tokenformer.hub.open import open_model
 
     refuse_existing(args.out)
     if args.text is None and args.by == "energy":
         raise UserError("shrinking by energy measures on a text: give one with --text, or --by newest")
-    model = hub.load(args.source, config=load_config(*args.config).model if args.config else None)
-    ids = text_ids(args.text, args.source, model.config, args.tokenizer, args.tokens) if args.text else None
+    opened = open_model(args.source, args.config, tokenizer=args.tokenizer)
+    model = opened.model
+    ids = text_ids(args.text, opened, args.tokens) if args.text else None
     sizes = {f"{which}_tokens": getattr(args, f"{which}_tokens") for which in PROJECTIONS}
     how = {"ratio": args.ratio, "by": args.by, "across": args.across, "tau": args.tau}
     smaller = shrink(model, ids, **sizes, **how)
-    hub.save(smaller, args.out, tokenizer_json=hub.tokenizer_json(args.source))
+    hub.save(smaller, args.out, tokenizer_json=opened.tokenizer_json)
     event = smaller.history[-1]
     for name, before in event["before"].items():
         print(f"{name}: {before} → {event['after'][name]}")

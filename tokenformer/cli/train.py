@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tokenformer.config import presets
     from tokenformer.errors import UserError
-    from tokenformer.hub.official_config import load_config
+    from tokenformer.hub.open import read_config
     from tokenformer.parallel.mesh import together
     from tokenformer.train.trainer import Trainer
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and not args.out and not inside and not source.is_file() and args.config not in presets():
         raise UserError(f"there is no run at {source} to go on with: give its folder, or a config and --out")
     names = [args.config, *(s for s in args.settings if "=" not in s)]
-    config = load_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
+    config = read_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
     default = source if inside else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
     out = Path(args.out) if args.out else default
     trainer = Trainer(config, out, resume=args.resume, command=["tokenformer", *sys.argv[1:]])

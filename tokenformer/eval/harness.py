@@ -20,8 +20,8 @@ from typing import Any
 from tokenformer.errors import UserError
 from tokenformer.eval.perplexity import windows
 from tokenformer.eval.ranks import leave, local_device, rank, spread
-from tokenformer.eval.source import open_model
 from tokenformer.eval.tasks import TASKS, check_pairs, read_rows, task_file
+from tokenformer.hub.open import open_model
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.sampling import Sampling
 from tokenformer.infer.scoring import score
@@ -144,9 +144,8 @@ class HarnessModel(TemplateLM):
             names = "pretrained, tokenizer, device, dtype, batch_size, max_length, batch_tokens"
             raise UserError(f"--model_args of tokenformer {what}: give some of {names}")
         if isinstance(pretrained, str | Path):
-            pretrained, tokenizer = open_model(
-                pretrained, tokenizer=tokenizer, device=local_device(device), dtype=dtype
-            )
+            opened = open_model(pretrained, tokenizer=tokenizer, device=local_device(device), dtype=dtype)
+            pretrained, tokenizer = opened.model.eval(), opened.tokenizer
         self.ours, self.words = pretrained, tokenizer
         self.engine = Engine(pretrained, vocab=tokenizer.vocab_size)
         self.max_length = min(int(max_length or pretrained.config.context), pretrained.config.context)

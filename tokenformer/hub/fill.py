@@ -1,39 +1,52 @@
 """Tensors by name → a model, with everything checked first: names, shapes, finite values. Every reader ends here."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.models import LanguageModel
+from tokenformer.models import LanguageModel, build
 
 
-def fill(config: ModelConfig, tensors: dict[str, Tensor], where: str) -> LanguageModel:
-    """A model that holds these tensors themselves (no copy)."""
+def empty(config: ModelConfig) -> LanguageModel:
+    """The model without values, on the meta device."""
     with torch.device("meta"):
-        model = LanguageModel(config)
-    expected = {name: p.shape for name, p in model.named_parameters()}
-    check_names(expected, tensors, where)
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name]:
-            raise UserError(
-                f"{where}: '{name}' has shape {list(tensor.shape)}, but the config says {list(expected[name])}: "
-                "give the config that belongs to these weights"
-            )
-        if not tensor.is_floating_point():
-            raise UserError(f"{where}: '{name}' holds {tensor.dtype}, not floating point numbers: get the file anew")
-        if not tensor.isfinite().all():
-            raise UserError(f"{where}: '{name}' holds values that are not finite: these weights are broken, get others")
-    model.load_state_dict(tensors, assign=True)
+        return build(config)
+
+
+def fill(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> LanguageModel:
+    """A model that holds these tensors themselves (no copy)."""
+    held = {name: check_values(name, tensors[name], where) for name in tensors}
+    check_shapes(config, {name: tensor.shape for name, tensor in held.items()}, where)
+    model = empty(config)
+    model.load_state_dict(held, assign=True)
     return model
 
 
-def check_names(expected: dict, tensors: dict, where: str) -> None:
-    missing, extra = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
+def check_shapes(config: ModelConfig, shapes: Mapping[str, Sequence[int]], where: str) -> None:
+    """Refuse tensors that are not those of the config's model, before any of their values is read."""
+    expected = {name: list(p.shape) for name, p in empty(config).named_parameters()}
+    missing, extra = expected.keys() - shapes.keys(), shapes.keys() - expected.keys()
     if missing or extra:
         wrong = [f"lacks '{min(missing)}'" + _more(missing)] if missing else []
         wrong += [f"has '{min(extra)}' too many" + _more(extra)] if extra else []
         raise UserError(f"{where} {' and '.join(wrong)}: give the config that belongs to these weights")
+    for name, shape in shapes.items():
+        if list(shape) != expected[name]:
+            raise UserError(
+                f"{where}: '{name}' has shape {list(shape)}, but the config says {expected[name]}: "
+                "give the config that belongs to these weights"
+            )
+
+
+def check_values(name: str, tensor: Tensor, where: str) -> Tensor:
+    if not tensor.is_floating_point():
+        raise UserError(f"{where}: '{name}' holds {tensor.dtype}, not floating point numbers: get the file anew")
+    if not tensor.isfinite().all():
+        raise UserError(f"{where}: '{name}' holds values that are not finite: these weights are broken, get others")
+    return tensor
 
 
 def _more(names: set) -> str:

@@ -1,79 +1,178 @@
-"""Our folder, weights to hand on: config.yml, model*.safetensors, tokenizer.json, history.json; the manifest last."""
+"""Our folder, weights to hand on: config.yml, model*.safetensors, tokenizer.json, history.json; the manifest last.
+
+Unusual: tensors are read and written one at a time, so that growing and converting a model larger than memory works.
+Every read opens the file anew, so that pages of the last tensor leave memory with it; the writer knows all shapes
+before it has any tensor, which is all that the header of a safetensors file asks for.
+"""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tokenformer import config as native
 from tokenformer.config import ModelConfig, ModelFile
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest
-from tokenformer.hub.fill import fill
+from tokenformer.hub.fill import check_shapes, check_values, empty, fill
 from tokenformer.models import LanguageModel
 
-SHARD = 5 * 10**9  # bytes
-
-
-def save_folder(
-    model: LanguageModel, folder: str | Path, tokenizer_json: str | None = None, shard_bytes: int = SHARD
-) -> None:
-    """Written beside and renamed: the folder is there whole or not at all."""
-    with atomic_folder(folder) as beside:
-        (beside / "config.yml").write_text(native.to_yaml(ModelFile(model.config)), encoding="utf-8")
-        (beside / "history.json").write_text(json.dumps(model.history, indent=1) + "\n", encoding="utf-8")
-        if tokenizer_json is not None:
-            (beside / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
-        shards = list(_shards(dict(model.named_parameters()), shard_bytes))
-        for i, shard in enumerate(shards):
-            name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-            save_file(shard, beside / name, metadata={"format": "pt"})
-
-
-def _shards(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors in order, cut into files of at most `limit` bytes (one tensor at least)."""
-    shard: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > limit:
-            yield shard
-            shard = {}
-        shard[name] = tensor.detach().cpu().contiguous()
-    yield shard
+SHARD = 5 * 10**9  # bytes of a file
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def read_config(folder: Path) -> ModelConfig:
     return native.load(folder / "config.yml").model
 
 
+def read_history(folder: Path) -> list[dict]:
+    """Return the growths of the model, oldest first."""
+    path = folder / "history.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
 def load_folder(folder: Path) -> LanguageModel:
-    check_manifest(folder)
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        tensors.update(read_safetensors(path))
-    return _filled(folder, tensors)
-
-
-def load_checkpoint(folder: Path) -> LanguageModel:
-    """The `model` folder of a checkpoint: its files hold slices, so DCP reads them."""
-    from tokenformer.hub.dcp import read_tensors  # importing DCP takes a while
-
-    check_manifest(folder.parent)
-    return _filled(folder, read_tensors(folder))
-
-
-def _filled(folder: Path, tensors: dict[str, Tensor]) -> LanguageModel:
-    model = fill(read_config(folder), tensors, str(folder))
-    history = folder / "history.json"
-    model.history = json.loads(history.read_text(encoding="utf-8")) if history.is_file() else []
+    stored = Stored(folder)
+    model = fill(stored.config, Tensors(weight_files(folder)), str(folder))
+    model.history = stored.history
     return model
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({error}): get it anew") from None
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model*.safetensors"))
+
+
+def load_checkpoint(folder: Path) -> LanguageModel:
+    """Read the `model` folder of a checkpoint that was found whole: its files hold slices, so DCP reads them."""
+    from tokenformer.hub.dcp import read_tensors  # importing DCP takes a while
+
+    model = fill(read_config(folder), read_tensors(folder), str(folder))
+    model.history = read_history(folder)
+    return model
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of safetensors files by name. Headers are read at once, values when they are asked for."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, list[int]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (not a mapping)
+                        part = file.get_slice(name)
+                        if (kind := part.get_dtype()) not in DTYPES:
+                            raise UserError(f"{path}: '{name}' holds {kind}, no floating point numbers: get it anew")
+                        self.files[name], self.shapes[name], self.dtypes[name] = path, part.get_shape(), DTYPES[kind]
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path} is not a whole safetensors file ({error}): get it anew") from None
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self.files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+class Stored(Tensors):
+    """A folder of ours that is read one tensor at a time, each checked then."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        check_manifest(self.folder)
+        self.config, self.history = read_config(self.folder), read_history(self.folder)
+        super().__init__(weight_files(self.folder))
+        check_shapes(self.config, self.shapes, str(folder))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return check_values(name, super().__getitem__(name), str(self.folder))
+
+
+def sidecars(config: ModelConfig, history: list[dict], tokenizer_json: str | None = None) -> dict[str, str]:
+    """What stands beside a model's tensors, in our folders and in checkpoints: text by file name."""
+    files = {"config.yml": native.to_yaml(ModelFile(config)), "history.json": json.dumps(history, indent=1) + "\n"}
+    return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
+
+
+def save_folder(
+    model: LanguageModel, folder: str | Path, tokenizer_json: str | None = None, shard_bytes: int = SHARD
+) -> None:
+    named = dict(model.named_parameters())
+    types = {name: parameter.dtype for name, parameter in named.items()}
+    write_folder(folder, model.config, model.history, named.items(), types, tokenizer_json, shard_bytes)
+
+
+def write_folder(
+    folder: str | Path,
+    config: ModelConfig,
+    history: list[dict],
+    tensors: Iterable[tuple[str, Tensor]],
+    dtypes: Mapping[str, torch.dtype],
+    tokenizer_json: str | None = None,
+    shard_bytes: int = SHARD,
+) -> None:
+    """Write a folder from tensors that come one by one, in the order and types of `dtypes`. It is there whole or not
+
+    at all.
+    """
+    shapes = {name: p.shape for name, p in empty(config).named_parameters()}
+    check_shapes(config, {name: shapes.get(name, ()) for name in dtypes}, "what is to be written")
+    with atomic_folder(folder) as beside:
+        for name, text in sidecars(config, history, tokenizer_json).items():
+            (beside / name).write_text(text, encoding="utf-8")
+        write_tensors(beside, tensors, {name: (shapes[name], dtype) for name, dtype in dtypes.items()}, shard_bytes)
+
+
+def write_tensors(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
+    shard_bytes: int = SHARD,
+) -> dict[str, str]:
+    """Write safetensors files of at most so many bytes (one tensor at least); return the file of each tensor."""
+    shards: list[dict[str, int]] = [{}]
+    for name, (shape, dtype) in kinds.items():
+        size = shape.numel() * dtype.itemsize
+        if shards[-1] and sum(shards[-1].values()) + size > shard_bytes:
+            shards.append({})
+        shards[-1][name] = size
+    coming, many, files = iter(tensors), len(shards), {}
+    for i, shard in enumerate(shards, 1):
+        file = "model.safetensors" if many == 1 else f"model-{i:05d}-of-{many:05d}.safetensors"
+        _write(folder / file, shard, kinds, coming)
+        files |= dict.fromkeys(shard, file)
+    return files
+
+
+def _write(
+    path: Path,
+    shard: dict[str, int],
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
+    coming: Iterator[tuple[str, Tensor]],
+) -> None:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, size in shard.items():
+        shape, dtype = kinds[name]
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, start + size]}
+        start += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in shard:
+            came, tensor = next(coming)
+            if (came, (tensor.shape, tensor.dtype)) != (name, kinds[name]):
+                raise RuntimeError(f"'{came}' {tuple(tensor.shape)} came where '{name}' {kinds[name]} was due")
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
+            del tensor

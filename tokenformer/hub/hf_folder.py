@@ -12,11 +12,12 @@ from tokenformer.config import ModelConfig, build, to_dict
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, read_json
 from tokenformer.hub.fill import fill
-from tokenformer.hub.folder import read_safetensors
+from tokenformer.hub.folder import SHARD, Tensors, read_history, write_tensors
 from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
 from tokenformer.models import LanguageModel
 
 END = "<|endoftext|>"
+INDEX = "model.safetensors.index.json"
 # what transformers itself keeps in config.json; none of it changes what the model computes
 THEIRS = (
     *("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "use_cache"),
@@ -68,12 +69,10 @@ def save_hf(
     folder: str | Path,
     *,
     tokenizer_json: str | None = None,
-    max_shard_size: int | str = "5GB",
+    shard_bytes: int = SHARD,
     licence: str = "unknown",
 ) -> None:
     """Everything that `AutoModelForCausalLM` and `AutoTokenizer` need; the folder is there whole or not at all."""
-    from huggingface_hub import save_torch_state_dict
-
     ids = {} if tokenizer_json is None else _special_ids(tokenizer_json, model.config)
     types = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
     config = to_dict(model.config) | ids
@@ -88,8 +87,12 @@ def save_hf(
         if tokenizer_json is not None:
             (beside / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
             _write_json(beside / "tokenizer_config.json", _tokenizer_config(model.config, bool(ids)))
-        tensors = {f"model.{name}": p.detach().cpu().contiguous() for name, p in model.named_parameters()}
-        save_torch_state_dict(tensors, beside, max_shard_size=max_shard_size)
+        tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        files = write_tensors(beside, tensors.items(), kinds, shard_bytes)
+        if len(set(files.values())) > 1:
+            total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+            _write_json(beside / INDEX, {"metadata": total, "weight_map": files})
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -105,19 +108,16 @@ def read_config(folder: str | Path) -> ModelConfig:
 def load_hf(folder: str | Path) -> LanguageModel:
     """The native model of a folder that `save_hf` or transformers wrote."""
     folder = Path(folder)
-    config, index = read_config(folder), folder / "model.safetensors.index.json"
+    config, index = read_config(folder), folder / INDEX
     names = ["model.safetensors"]
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(Path(str(f)).name == f for f in weight_map.values()):
             raise UserError(f"{index} names no files of its own folder: get it anew")
         names = sorted(set(weight_map.values()))
-    tensors = {}
-    for name in names:
-        tensors |= read_safetensors(folder / name)
+    tensors = Tensors(folder / name for name in names)
     model = fill(config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, str(folder))
-    if (folder / "history.json").is_file():
-        model.history = json.loads((folder / "history.json").read_text(encoding="utf-8"))
+    model.history = read_history(folder)
     return model
 
 

@@ -17,7 +17,7 @@ from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder
 from tokenformer.hub import unpickle, zero
 from tokenformer.hub.fill import fill
-from tokenformer.hub.official_config import is_official, load_config
+from tokenformer.hub.official_config import is_official, translate_all
 from tokenformer.hub.official_config import to_official as official_keys
 from tokenformer.hub.official_names import to_official, to_ours
 from tokenformer.models import LanguageModel
@@ -78,7 +78,7 @@ def config_beside(weights: Path, shape: dict) -> ModelConfig:
     ):
         raw = native.read(path)
         if is_official(raw) and "num_layers" in {str(k).replace("-", "_") for k in raw}:
-            found = load_config(path).model
+            found = native.build(native.Config, translate_all({path: raw}, training=False)[0]).model
             return found if "padded_vocab_size" in raw else dataclasses.replace(found, vocab=shape["vocab"])
     heads = HEADS.get((shape["layers"], shape["dim"]))
     if heads is None:

@@ -5,9 +5,6 @@ Unusual: `-` and `_` mean the same there, several files merge, and a key that no
 
 import dataclasses
 import difflib
-import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,36 +141,26 @@ def _check_attention(raw: dict, where: str) -> None:
         )
 
 
-def load_config(*names: str | Path, overrides: Sequence[str] = (), training: bool = False) -> native.Config:
-    """A config from files or presets of either dialect, later ones laid over earlier ones, then `a.b=c` overrides.
+def translate_all(raws: dict, training: bool) -> tuple[dict, list[str]]:
+    """Our raw mapping from files of either dialect, later ones laid over earlier ones, and lines worth saying.
 
     With `training`, what official files say about it is translated too, or refused.
-
-    >>> load_config("lm/150m", overrides=["model.layers=2"]).model.layers
-    2
     """
     ours: dict = {}
     official: dict = {}
     sources = []
-    raws = {name: native.read(name) for name in names}
     for name, raw in raws.items():
-        beside = any(map(is_official, raws.values())) and not SECTIONS & raw.keys()
-        if is_official(raw) or beside:
+        if is_official(raw) or not SECTIONS & raw.keys():
             official.update({_plain(key): value for key, value in raw.items()})
             sources.append(Path(name).name)
         else:
             ours = native.merge(ours, raw)
-    if official:
-        where = " + ".join(sources)
-        translated, note = translate(official, where)
-        notes = [note]
-        if training:
-            sections, notes = recipe(official, where)
-            translated |= sections
-        if os.environ.get("RANK", "0") == "0":
-            print(*notes, sep="\n", file=sys.stderr)
-        ours = native.merge(translated, ours)
-    return native.build(native.Config, native.override(ours, overrides))
+    where = " + ".join(sources)
+    translated, note = translate(official, where)
+    if not training:
+        return native.merge(translated, ours), [note]
+    sections, notes = recipe(official, where)
+    return native.merge(translated | sections, ours), notes
 
 
 def launch_of(*names: str | Path) -> tuple[int | None, int | None]:
@@ -203,7 +190,10 @@ def read_generation(*names: str | Path) -> Generation:
         raw.update(read)
     settings = {name: value for name, value in raw.items() if name in GENERATION}
     return Generation(
-        settings, raw.get("eval_ckpt") or raw.get("load"), raw.get("vocab_file"), any(name in raw for name in REQUIRED)
+        settings,
+        raw.get("eval_ckpt") or raw.get("load"),
+        raw.get("vocab_file"),
+        any(name in raw for name in (*REQUIRED, "model")),
     )
 
 

@@ -136,6 +136,7 @@ class Layout:
         self.held_earlier = {n for n in own if self.holders.get(n, place.pipeline) != place.pipeline}  # by a stage
         tied = holders and model.config.tied  # the first and the last stage hold the embedding
         self.tied_ends = {n for n in own if tied and parse(n, model.ends).role.kind == "table"}
+        self.numbers = {name for name, p in own.items() if not p.ndim}  # which FSDP does not split: on every rank
 
     def freeze(self, names: Collection[str]) -> None:
         """These parameters do not learn from now on; all others do."""
@@ -143,7 +144,7 @@ class Layout:
             parameter.requires_grad_(name not in names)
 
     def collect_gradients(self) -> None:
-        """Bring the gradients of the last backward passes to `named`, as this rank's parts."""
+        """Give each of `named` its part of the gradient of the last backward passes, summed over ranks."""
         for name, parameter in self.own.items():
             plain = self.named[name]
             if plain is not parameter:
@@ -152,13 +153,16 @@ class Layout:
         for name in self.tied_ends:  # what it got as an embedding, and as a head
             if (gradient := self.named[name].grad) is not None:
                 dist.all_reduce(gradient, group=self.place.groups["ends"])
+        for name in self.numbers:
+            if (gradient := self.named[name].grad) is not None:
+                self.place.sum(gradient)
 
     def clear(self) -> None:
         for parameter in self.own.values():
             parameter.grad = None
 
     def norm(self) -> Tensor:
-        """The norm of the whole gradient, over all ranks."""
+        """Return the norm of the whole gradient, after `collect_gradients`."""
         once = [p.grad for name, p in self.named.items() if p.grad is not None and self._counts(name)]
         if self.place.alone:
             return torch.nn.utils.get_total_norm(once)
@@ -168,6 +172,8 @@ class Layout:
 
     def _counts(self, name: str) -> bool:
         """A part that several ranks hold counts on the first of them."""
+        if name in self.numbers:
+            return self.place.shard == 0 and self.place.token == 0
         return name not in self.held_earlier and (self.splits[name].dim is not None or self.place.token == 0)
 
     def box_of(self, split: Split) -> Box:

@@ -12,21 +12,21 @@ from tokenformer.growth.recipes import Plan
 from tokenformer.growth.state import State, grow_entry, grow_state, warning
 from tokenformer.models.names import parse
 from tokenformer.parallel.layout import Layout, Wholes
+from tokenformer.parallel.parallelize import Parallelizer
 from tokenformer.train.optim import Optimizer
-from tokenformer.train.task import LanguageTask
 
 
 def grow(
-    layout: Layout, optimizer: Optimizer, stage: GrowthStage, number: int, seed: int, task: LanguageTask
+    layout: Layout, optimizer: Optimizer, stage: GrowthStage, number: int, seed: int, parallelizer: Parallelizer
 ) -> tuple[Layout, Optimizer, str | None]:
     """The next model of the run, its optimizer, and a sentence where something should be known about them."""
     model = layout.model
     growth = plan(model.config, list(layout.splits), stage, ends=model.ends, seed=seed, number=number)
     old = optimizer.state_by_name() if stage.state == "keep" else {}
     if layout.place.alone:
-        new, state = task.dress(follow(model, growth, share=True)), grow_state(growth, old)
+        new, state = parallelizer.wrap_in_place(follow(model, growth, share=True)), grow_state(growth, old)
     else:
-        new, state = grow_sharded(layout, growth, task, old)
+        new, state = grow_sharded(layout, growth, parallelizer, old)
     said = warning(growth, optimizer.config.betas[1]) if optimizer.config.kind == "adamw" and state else None
     new.freeze(frozen(growth, stage))
     grown = Optimizer(new, optimizer.config, rates(growth, stage))
@@ -34,9 +34,9 @@ def grow(
     return new, grown, said
 
 
-def grow_sharded(layout: Layout, growth: Plan, task: LanguageTask, old: State) -> tuple[Layout, State]:
+def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: State) -> tuple[Layout, State]:
     """Over many ranks: gather each parameter whole, grow it as in one process and cut it, one after the other."""
-    wholes, new, state = Wholes(layout), task.build(growth.config, None), {}
+    wholes, new, state = Wholes(layout), parallelizer.make(growth.config, None), {}
     new.model.history = [*layout.model.history, growth.event]
     new.model.train(layout.model.training)
     for name, recipe in growth.recipes.items():

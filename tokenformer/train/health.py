@@ -23,9 +23,9 @@ class Guard:
         self.in_a_row = torch.tensor(0, device=device)
 
     def check(self, norm: Tensor, loss: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """→ (divisor, skip, norm), from the norm of the gradients as they are.
+        """Return (divisor, skip, norm of the mean's gradient); `Trainer.train_step` has the formula.
 
-        `normaliser` is what the unscaled gradients still have to be divided by.
+        `norm` is of the gradients as they lie there: scaled, and still to be divided by `normaliser`.
         """
         divisor = self.scale * normaliser
         norm = norm / divisor

@@ -27,7 +27,7 @@ class Optimizer:
         """`shares`: parameters that learn at a share of the rate."""
         self.config, self.rules, shares = config, list[Rule](), shares or {}
         ends = layout.model.ends
-        left = {n: Learner(p, parse(n, ends).role, shares.get(n, 1.0)) for n, p in layout.named.items()}
+        left = {n: Learner(p, parse(n, ends).role, shares.get(n)) for n, p in layout.named.items()}
         self.device = next(iter(layout.named.values())).device  # the host, where parameters live there
         for rule in RECIPES[config.kind]:
             mine = {name: learner for name, learner in left.items() if rule.wants(learner.role)}

@@ -13,11 +13,11 @@ State = dict[str, dict[str, Tensor]]  # parameter → what a rule keeps for it
 
 
 class Learner(NamedTuple):
-    """A parameter (this rank's part of it) that a rule updates, at a share of the rate."""
+    """A parameter (this rank's part of it) that a rule updates."""
 
     parameter: nn.Parameter
     role: Role
-    share: float = 1.0
+    share: float | None = None  # of the rate; None: all of it
 
 
 class Rule(Protocol):

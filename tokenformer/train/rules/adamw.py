@@ -21,7 +21,8 @@ class AdamW:
         self.parameters = {name: learner.parameter for name, learner in learners.items()}
         groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
         for parameter, role, share in learners.values():
-            groups.setdefault((config.weight_decay if role.decays else 0.0, share), []).append(parameter)
+            alike = config.weight_decay if role.decays else 0.0, 1.0 if share is None else share
+            groups.setdefault(alike, []).append(parameter)
         self.torch = torch.optim.AdamW(
             [{"params": parameters, "weight_decay": d, "share": share} for (d, share), parameters in groups.items()],
             lr=config.rate,

@@ -26,7 +26,7 @@ class Muon:
     def __init__(self, learners: Mapping[str, Learner], config: OptimizerConfig, layout: Layout) -> None:
         self.config, self.layout, self.momentum = config, layout, dict[str, Tensor]()
         self.matrices = {name: learner.parameter for name, learner in learners.items()}
-        self.shares = {name: learner.share for name, learner in learners.items() if learner.share != 1}
+        self.shares = {name: learner.share for name, learner in learners.items() if learner.share is not None}
 
     @staticmethod
     def wants(role: Role) -> bool:

@@ -6,7 +6,7 @@ import torch
 from tokenformer.config import ModelConfig
 from tokenformer.config_train import TrainConfig
 from tokenformer.models import LanguageModel
-from tokenformer.train.wrap import wrap
+from tokenformer.train.compile import wrap
 
 SHAPE = ModelConfig(layers=3, dim=16, heads=2, vocab=32, context=8, qkv_tokens=24, proj_tokens=24, ffn_tokens=40)
 IDS = torch.arange(16).reshape(2, 8)

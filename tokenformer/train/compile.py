@@ -12,7 +12,7 @@ from tokenformer.config_train import TrainConfig
 from tokenformer.errors import UserError
 
 ATEN = torch.ops.aten
-# What `selective` keeps: products and attention. Norms, Θ and rotations are cheap and are computed again.
+# What `selective` keeps: products and attention. Norms, Θ and rotations are cheap and are recomputed.
 KEEP = {
     ATEN.mm.default,
     ATEN.bmm.default,
@@ -28,41 +28,43 @@ def _policy(_context, op, *_args, **_kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def backend(config: TrainConfig, device: torch.device) -> str:
-    """What compiles the blocks on this device; refused where it needs a C++ compiler and there is none."""
+def choose_compiler(config: TrainConfig, device: torch.device) -> str:
+    """Return what compiles the blocks on this device. Refuse what needs a C++ compiler where there is none."""
     plain = {True: "inductor", False: "none", "auto": "inductor" if device.type == "cuda" else "none"}
     found = plain.get(config.compile, str(config.compile))
-    compiler = os.environ.get("CXX", "g++")
-    if found == "inductor" and not shutil.which(compiler):
+    cxx = os.environ.get("CXX", "g++")
+    if found == "inductor" and not shutil.which(cxx):
         raise UserError(
-            f"train.compile is {config.compile}, which needs the C++ compiler {compiler}, and there is none: "
+            f"train.compile is {config.compile}, which needs the C++ compiler {cxx}, and there is none: "
             "install it, or set train.compile=none"
         )
     return found
 
 
-def wrap(block: nn.Module, config: TrainConfig, backend: str) -> None:
-    """The compiler sees what `selective` computes again. `full` computes all of it again, by the compiled block itself:
+def wrap(block: nn.Module, config: TrainConfig, compiler: str) -> None:
+    """Compile a block and recompute its activations in backward, as the config says.
 
-    inside, PyTorch before 2.12 would keep what our operators save.
+    The compiler sees what `selective` recomputes. `full` recomputes the compiled block as a whole: inside, PyTorch
+    before 2.12 would keep what our operators save.
     """
     full = config.activation_checkpointing == "full"
     if config.activation_checkpointing == "selective":
-        again(block, selective=True)
-    if backend != "none" and full:
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
-    elif backend != "none":
-        block.compile(backend=backend, dynamic=False)
+        recompute(block, selective=True)
+    if compiler != "none" and full:
+        block.forward = torch.compile(block.forward, backend=compiler, dynamic=False)
+    elif compiler != "none":
+        block.compile(backend=compiler, dynamic=False)
     if full:
-        again(block, selective=False)
+        recompute(block, selective=False)
 
 
-def again(block: nn.Module, selective: bool) -> None:
+def recompute(block: nn.Module, selective: bool) -> None:
+    """Keep a block's inputs alone for backward (`selective`: and its products), and compute the rest then."""
     forward, options = block.forward, {}
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
-    def forward_again(*args, **kwargs):  # a plain function: the compiler would not look into a partial
+    def checkpointed(*args, **kwargs):  # a plain function: the compiler would not look into a partial
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
-    block.forward = forward_again  # on the instance: the parameters keep their names
+    block.forward = checkpointed  # on the instance: the parameters keep their names

@@ -1,0 +1,651 @@
+"""Training arms quickly: whole steps as CUDA graphs, growth inside the run, common beginnings of arms computed once.
+
+Unusual: there is one machine (model, optimizer, graph) per shape; an arm loads its state into it, so a graph is
+captured once however many arms use it. A state is known by a digest of everything that led to it (data order, shapes,
+the rate of each step): an arm continues from the latest state whose digest is also its own.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import json
+import lzma
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenformer import growth
+from tokenformer.config import ModelConfig
+from tokenformer.config_train import OptimizerConfig, TrainConfig
+from tokenformer.models import LanguageModel, cost
+from tokenformer.models.cost import equal_transformer
+from tokenformer.parallel.layout import Layout
+from tokenformer.train.health import Guard
+from tokenformer.train.optim import Optimizer
+from tokenformer.train.rules.adamw import AdamW
+
+VOCAB, RATE, WARMUP = 384, 4e-3, 20
+Size = tuple[int, int, int]  # parameter tokens: qkv, proj, ffn
+Tensors = dict[str, torch.Tensor]
+
+
+# --- What is used of the package ------------------------------------------------------------------------------------
+
+
+def build(config: ModelConfig, seed: int) -> LanguageModel:
+    return LanguageModel(config, seed=seed)
+
+
+def optimizer_for(model: LanguageModel, shares: dict[str, torch.Tensor]) -> Optimizer:
+    optimizer = Optimizer(Layout(model), OptimizerConfig(kind="muon", rate=RATE), shares)
+    for rule in optimizer.rules:
+        for group in rule.torch.param_groups if isinstance(rule, AdamW) else ():
+            group["capturable"] = next(model.parameters()).is_cuda
+    return optimizer
+
+
+def flops(config: ModelConfig, sequences: int) -> int:
+    """FLOPs of one training step; attention and the output head are counted."""
+    return cost(config).training_flops(config.context) * config.context * sequences
+
+
+def grow(config: ModelConfig, tensors: Tensors, state: dict, stage: "Stage", seed: int, number: int):
+    """(config, tensors, optimizer state) after a growth."""
+    if stage.rule == "split":
+        return split(config, tensors, state, stage)
+    sizes = dict(zip(("qkv_tokens", "proj_tokens", "ffn_tokens"), stage.size, strict=True))
+    rule = "segment" if stage.rule == "copy" else stage.rule
+    how = {"layers": stage.layers} if stage.layers else {}
+    asked = growth.Growth(**sizes, **how, new_tokens=rule)
+    plan = growth.plan(config, list(tensors), asked, ends=LanguageModel.ends, seed=seed, number=number)
+    grown = growth.apply(plan, tensors, state)
+    if stage.rule == "copy":
+        copy_keys(tensors, grown.tensors, stage.noise, seed)
+    return grown.config, grown.tensors, grown.state
+
+
+# --- Growth rules that the package does not have --------------------------------------------------------------------
+
+
+def copy_keys(old: Tensors, new: Tensors, noise: float, seed: int) -> None:
+    """Keys of new segments become copies of old keys, those with the longest values first, plus noise."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in [name for name in new if name not in old and name.endswith("key_tokens")]:
+        head = name.split(".segments.")[0] + ".segments."
+        segments = sorted(n for n in old if n.startswith(head) and n.endswith("key_tokens"))
+        keys = torch.cat([old[n] for n in segments])
+        values = torch.cat([old[n.replace("key_tokens", "value_tokens")] for n in segments])
+        order = values.norm(dim=1).argsort(descending=True)
+        rows = keys[order[torch.arange(len(new[name]), device=keys.device) % len(order)]]
+        random = torch.randn(rows.shape, generator=generator).to(rows)
+        new[name] = rows + noise * rows.square().mean().sqrt() * random
+
+
+def split(config: ModelConfig, tensors: Tensors, state: dict, stage: "Stage"):
+    """Every token becomes several whose values share its value 1:2:1:2…; exact in one segment with τ = √n.
+
+    The first copy keeps the optimizer's state, the others begin with none.
+    """
+    sizes = dict(zip(("qkv_tokens", "proj_tokens", "ffn_tokens"), stage.size, strict=True))
+    new_config = dataclasses.replace(config, **sizes, tau={}, layer_overrides={}).resolved()
+    shapes = {name: tuple(p.shape) for name, p in on_meta(new_config).named_parameters()}
+    new, kept = {}, {}
+    for name, tensor in tensors.items():
+        ratio, rest = divmod(shapes[name][0], len(tensor))
+        assert not rest, f"{name}: {shapes[name][0]} is no multiple of {len(tensor)}"
+        weights = [1.0] * ratio
+        if name.endswith("value_tokens"):
+            weights = [1.0 + i % 2 for i in range(ratio)]
+            weights = [w / sum(weights) for w in weights]
+        new[name] = torch.cat([tensor * w for w in weights])
+        if name in state:
+            kept[name] = {
+                k: torch.cat([t, t.new_zeros(len(tensor) * (ratio - 1), *t.shape[1:])]) if t.ndim else t
+                for k, t in state[name].items()
+            }
+    return new_config, new, kept
+
+
+def on_meta(config: ModelConfig) -> LanguageModel:
+    with torch.device("meta"):
+        return LanguageModel(config)
+
+
+# --- Settings, arms and what they mean step by step -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A shape of model and step. `scale` multiplies budgets (the tiny setting trains for less)."""
+
+    name: str
+    layers: int
+    dim: int
+    heads: int
+    final: int  # parameter tokens of q, k, v and proj each; the feed-forward layer has four times as many
+    context: int = 256
+    sequences: int = 256
+    scale: float = 1.0
+
+    def config(self, size: Size, layers: int | None = None) -> ModelConfig:
+        qkv, proj, ffn = size
+        shape = {"layers": layers or self.layers, "dim": self.dim, "heads": self.heads, "context": self.context}
+        return ModelConfig(**shape, vocab=VOCAB, qkv_tokens=qkv, proj_tokens=proj, ffn_tokens=ffn).resolved()
+
+    def whole(self) -> ModelConfig:
+        return self.config(size(self.final))
+
+    def transformer(self) -> ModelConfig:
+        return equal_transformer(self.whole())
+
+    def budget(self, tokens_per_parameter: float) -> int:
+        """FLOPs of the final model on so many tokens per matmul parameter."""
+        tokens = tokens_per_parameter * self.scale * cost(self.whole()).matmul_parameters
+        return round(tokens / (self.context * self.sequences)) * flops(self.whole(), self.sequences)
+
+
+SETTINGS = {
+    s.name: s
+    for s in (
+        Setting("7m", layers=4, dim=128, heads=4, final=864),
+        Setting("32m", layers=6, dim=256, heads=4, final=1296),
+        Setting("tiny", layers=2, dim=32, heads=2, final=36, context=32, sequences=8, scale=0.02),
+        Setting("tiny-large", layers=2, dim=32, heads=2, final=36, context=32, sequences=8, scale=0.02),
+    )
+}
+
+
+def size(n: int) -> Size:
+    return (n, n, 4 * n)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A growth: when (share of the arm's compute), to what, by which rule, and how the rate goes on.
+
+    `ramp` (what, from, steps): the rate of "new" segments or of "all" begins at `from` times the rate and goes by a
+    line to the rate itself; "hold": new segments stay at `from` for so many steps.
+    """
+
+    at: float
+    size: Size
+    rule: str = "segment"
+    noise: float = 0.2  # of copied keys, as a share of their RMS
+    ramp: tuple[str, float, int] | None = None
+    layers: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{show(self.size)} at {100 * self.at:g} %"
+        text += f" {self.rule}" if self.rule != "segment" else ""
+        text += f" noise {self.noise:g}" if self.rule == "copy" else ""
+        text += f" {self.layers} layers" if self.layers else ""
+        return text + (" {} ×{:g} for {}".format(*self.ramp) if self.ramp else "")
+
+
+def show(size: Size) -> str:
+    return str(size[0]) if size == (size[0], size[0], 4 * size[0]) else "/".join(map(str, size))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One training run. The rate is `factor` × 4e-3, `decay` the share of the compute in which it falls to 0."""
+
+    setting: str = "7m"
+    text: str = "enwik8"
+    budget: float = 20  # tokens per matmul parameter of the final model, trained from scratch
+    times: float = 1.0  # of that compute
+    equal_tokens: bool = False  # as many tokens as scratch has, instead of as much compute
+    kind: str = "tokenformer"
+    start: Size | None = None  # of the first model; None: the final one, from scratch
+    start_layers: int | None = None
+    stages: tuple[Stage, ...] = ()
+    factor: float = 1.0
+    decay: float = 0.25
+    batch: float = 1.0
+    seed: int = 0
+
+    @property
+    def recipe(self) -> str:
+        if self.kind == "transformer":
+            return "transformer"
+        if self.start is None:
+            return "scratch"
+        layers = f" {self.start_layers} layers" if self.start_layers else ""
+        return " → ".join([show(self.start) + layers, *map(str, self.stages)])
+
+    @property
+    def name(self) -> str:
+        budget = f"{self.budget:g} per parameter" + (f" ×{self.times:g}" if self.times != 1 else "")
+        equal = ", equal tokens" if self.equal_tokens else ""
+        rest = f"rate ×{self.factor:.4g}, decay {100 * self.decay:g} %, batch ×{self.batch:g}, seed {self.seed}"
+        return f"{self.setting} {self.text}, {budget}{equal}: {self.recipe}, {rest}"
+
+
+class Plan:
+    """What an arm does, step by step: its legs (one per model), the rate of each step, where it may be forked."""
+
+    def __init__(self, arm: Arm, total: float | None = None) -> None:
+        setting = SETTINGS[arm.setting]
+        self.arm, self.setting, self.sequences = arm, setting, max(1, round(setting.sequences * arm.batch))
+        budget = setting.budget(arm.budget)
+        if arm.equal_tokens and total is None:
+            total = self._equal_tokens(arm, budget)
+        self.total = total = arm.times * budget if total is None else total
+        if arm.kind == "transformer":
+            configs, self.sizes = [setting.transformer()], [None]
+        else:
+            self.sizes = [arm.start or size(setting.final), *(s.size for s in arm.stages)]
+            configs = [
+                setting.config(s, n)
+                for s, n in zip(
+                    self.sizes, [arm.start_layers, *(t.layers or arm.start_layers for t in arm.stages)], strict=True
+                )
+            ]
+        self.costs = [flops(config, self.sequences) for config in configs]
+        ends = [stage.at * total for stage in arm.stages]
+        self.legs: list[tuple[int, int]] = []  # first and last step (exclusive) of each model
+        spent, before = 0.0, []
+        for one, end in zip(self.costs, [*ends, None], strict=True):
+            steps = math.floor((total - spent) / one) if end is None else max(1, round((end - spent) / one))
+            first = self.legs[-1][1] if self.legs else 0
+            self.legs.append((first, first + steps))
+            before.append(spent + one * np.arange(steps))
+            spent += steps * one
+        self.spent, done = spent, np.concatenate(before)
+        self.first, self.steps = configs[0], self.legs[-1][1]
+        warmup = WARMUP / arm.batch
+        shape = np.minimum((np.arange(self.steps) + 1) / warmup, (total - done) / (arm.decay * total))
+        self.decay_from = int(np.argmax((total - done) < arm.decay * total))
+        self.shares = np.ones(self.steps)  # of the rate, for segments that the last growth added
+        shape = np.minimum(shape, 1)
+        for stage, (begin, end) in zip(arm.stages, self.legs[1:], strict=True):
+            if stage.ramp:
+                what, low, length = stage.ramp
+                k = np.arange(min(length, end - begin))
+                line = np.full(len(k), low) if what == "hold" else low + (1 - low) * k / length
+                (shape if what == "all" else self.shares)[begin : begin + len(k)] *= line
+        self.rates = (RATE * arm.factor * shape).astype(np.float32)
+        self.shares = self.shares.astype(np.float32)
+        self.tokens = self.steps * self.sequences * setting.context
+        self.at = 0  # how far a run of it is
+
+    def _equal_tokens(self, arm: Arm, budget: int) -> float:
+        wanted = budget / flops(self.setting.whole(), self.setting.sequences) * self.setting.sequences * arm.times
+        low, high = 0.0, arm.times * budget * 1.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            plan = Plan(arm, middle)
+            low, high = (middle, high) if plan.steps * plan.sequences <= wanted else (low, middle)
+        return low
+
+    def digest(self, step: int) -> str:
+        """Of everything that led to the state after `step` steps, before a growth that comes there."""
+        a = self.arm
+        facts = [a.setting, a.text, a.kind, a.seed, self.sequences, a.start, a.start_layers]
+        done = [(begin, dataclasses.astuple(s)[1:]) for s, (begin, _) in zip(a.stages, self.legs[1:], strict=True)]
+        facts.append([(begin, s) for begin, s in done if begin < step])
+        h = hashlib.sha256(json.dumps(facts).encode())
+        h.update(self.rates[:step].tobytes() + self.shares[:step].tobytes())
+        return h.hexdigest()
+
+    def marks(self) -> list[int]:
+        """Steps whose state is kept: ends of legs, and where related arms (other budgets, decays, growths) leave."""
+        found = {self.legs[i][1] for i in range(len(self.legs) - 1)} | {self.decay_from}
+        constant = (1 - d for d in (0.25, 0.5))
+        scratch = self.total / self.arm.times / self.costs[-1]
+        for share in constant:
+            for times in (0.5, 1, 1.3, 1.7, 3.5):
+                spent = share * times * scratch * self.costs[-1] - sum(
+                    (end - begin) * one for (begin, end), one in zip(self.legs[:-1], self.costs[:-1], strict=True)
+                )
+                found.add(self.legs[-1][0] + math.ceil(spent / self.costs[-1]))
+        if self.arm.stages:
+            for share in (0.01, 0.02, 0.03, 0.04, 0.05, 0.08, 0.1, 0.15, 0.2):
+                found.add(max(1, round(share * self.total / self.costs[0])))
+        return sorted(s for s in found if 0 < s <= self.decay_from or s in [end for _, end in self.legs])
+
+
+# --- Data -----------------------------------------------------------------------------------------------------------
+
+
+class Text:
+    """Bytes as the byte tokenizer numbers them, on the device: a part to train on, and held-out parts."""
+
+    def __init__(self, folder: Path, name: str, device: str, tiny: bool) -> None:
+        raw = {n: read(folder, n, tiny) for n in (("enwik8", "books") if name == "blend" else (name,))}
+        cut = {n: (enwik8 if n == "enwik8" else books)(data) for n, data in raw.items()}
+        self.train = torch.tensor(np.concatenate([train for train, _ in cut.values()]), device=device)
+        self.held_out = {n: torch.tensor(held, device=device) for n, (_, held) in cut.items()}
+
+
+def read(folder: Path, name: str, tiny: bool) -> np.ndarray:
+    with lzma.open(folder / {"enwik8": "enwik8.xz", "books": "books.txt.xz"}[name]) as file:
+        return np.frombuffer(file.read(400_000 if tiny else -1), dtype=np.uint8)
+
+
+def enwik8(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The usual 90 % to train on; 1 MiB of the next 5 %."""
+    edge = len(raw) * 9 // 10
+    return raw[:edge], raw[edge : edge + min(1 << 20, len(raw) // 20) + 1]
+
+
+def books(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Held out: every 57th piece of 64 KiB, so something of every book (16 pieces, 1 MiB)."""
+    length = 65536 if len(raw) > 10_000_000 else 4096
+    pieces = np.split(raw, range(length, len(raw), length))
+    held = [i % 57 == 28 for i in range(len(pieces))]
+    train, out = ([p for p, h in zip(pieces, held, strict=True) if h is want] for want in (False, True))
+    return np.concatenate(train), np.concatenate(out)
+
+
+# --- Machines -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class State:
+    """Where an arm is: after `step` steps, in leg `leg`."""
+
+    step: int
+    leg: int
+    config: ModelConfig
+    tensors: Tensors
+    optimizer: dict
+    losses: torch.Tensor
+    skipped: int = 0
+    growths: tuple = ()  # (step, held-out loss before, after) of each
+
+
+class Machine:
+    """A model of one shape in training: every step is a replay of one CUDA graph; on the CPU, plain calls."""
+
+    LONGEST = 1 << 15  # steps of an arm
+    WINDOWS = 1 << 23  # sequences of an arm
+
+    def __init__(self, config: ModelConfig, new: frozenset[str], sequences: int, text: Text, compiled: bool) -> None:
+        begin = time.monotonic()
+        self.config, self.text, self.sequences, self.device = config, text, sequences, text.train.device
+        self.cuda, device = self.device.type == "cuda", self.device
+        self.share = torch.ones((), device=device)
+        self.model = build(config, 0).to(device)
+        if self.cuda:
+            self.model.compute_dtype = torch.bfloat16
+        if self.cuda and compiled:
+            for block in self.model.blocks:
+                block.compile(dynamic=False)
+        self.optimizer = optimizer_for(self.model, dict.fromkeys(sorted(new), self.share))
+        self.guard = Guard(TrainConfig(), device)
+        self.rates, self.shares, self.losses = (torch.zeros(self.LONGEST, device=device) for _ in range(3))
+        self.offsets = torch.zeros(self.WINDOWS if self.cuda else 1 << 18, dtype=torch.int32, device=device)
+        self.counter = torch.zeros(1, dtype=torch.long, device=device)
+        self.skipped, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.columns = torch.arange(config.context + 1, device=device)
+        self.rows = torch.arange(sequences, device=device)
+        self.stream, self.graph = (torch.cuda.Stream() if self.cuda else None), None
+        self.queued: deque[torch.cuda.Event] = deque()
+        with self.on_stream():
+            for _ in range(2):  # compiles, and makes the optimizer's state
+                self.train_step()
+        if self.cuda:
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.train_step()
+            torch.cuda.synchronize()
+        ready = time.monotonic()
+        count = 12 if self.cuda else 1
+        self.steps(count)
+        self.wait()
+        self.step_seconds = (time.monotonic() - ready) / count  # alone: nothing else is running now
+        self.setup_seconds = ready - begin
+
+    def on_stream(self):
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def wait(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def windows(self, data: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return data[offsets[:, None] + self.columns].long() + 1
+
+    def train_step(self) -> None:
+        at = self.offsets.index_select(0, self.counter * self.sequences + self.rows)
+        tokens = self.windows(self.text.train, at)
+        self.share.copy_(self.shares.index_select(0, self.counter)[0])
+        out = self.model(tokens[:, :-1], labels=tokens[:, 1:])
+        loss = out.loss_sum / out.count
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        divisor, skip, _ = self.guard.check(norm, loss, self.one)
+        self.optimizer.step(self.rates.index_select(0, self.counter)[0], divisor, skip)
+        self.model.zero_grad()
+        self.losses.index_copy_(0, self.counter, loss.detach()[None])
+        self.skipped.add_(skip)
+        self.counter.add_(1)
+
+    def steps(self, count: int) -> None:
+        with self.on_stream():
+            for _ in range(count):
+                self.train_step() if self.graph is None else self.graph.replay()
+        if self.stream is not None:  # not far ahead of the device, so that arms which train at once take turns
+            self.queued.append(self.stream.record_event())
+            if len(self.queued) > 2:
+                self.queued.popleft().synchronize()
+
+    @torch.no_grad()
+    def load(self, state: State, plan: Plan, offsets: torch.Tensor) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())  # where growth and new models are computed
+        with self.on_stream():
+            self.rates[: plan.steps].copy_(torch.from_numpy(plan.rates))
+            self.shares[: plan.steps].copy_(torch.from_numpy(plan.shares))
+            need = plan.steps * self.sequences
+            self.offsets[:need].copy_(offsets[:need])
+            self.losses[: state.step].copy_(state.losses)
+            self.counter.fill_(state.step)
+            self.skipped.fill_(state.skipped)
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(state.tensors[name])
+            for name, entry in self.optimizer.state_by_name().items():
+                for key, tensor in entry.items():
+                    have = state.optimizer.get(name)
+                    tensor.zero_() if have is None else tensor.copy_(have[key])
+
+    def save(self, step: int, leg: int, growths: tuple) -> State:
+        with self.on_stream():
+            tensors = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            state = {n: {k: t.clone() for k, t in e.items()} for n, e in self.optimizer.state_by_name().items()}
+            losses = self.losses[:step].clone()
+        self.wait()
+        assert int(self.counter) == step
+        return State(step, leg, self.config, tensors, state, losses, int(self.skipped), growths)
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """Nats per byte on each held-out part."""
+        found = {}
+        with self.on_stream():
+            for name, data in self.text.held_out.items():
+                total = count = 0.0
+                starts = torch.arange(0, len(data) - self.config.context, self.config.context, device=self.device)
+                for offsets in starts.split(256):
+                    tokens = self.windows(data, offsets)
+                    out = self.model(tokens[:, :-1], labels=tokens[:, 1:])
+                    total, count = total + out.loss_sum.double(), count + out.count
+                found[name] = float(total / count)
+        return found
+
+
+# --- Running --------------------------------------------------------------------------------------------------------
+
+
+class Harness:
+    """Texts, orders of data, machines and states that arms have in common."""
+
+    def __init__(self, folder: Path, device: str, tiny: bool, compiled: bool = False) -> None:
+        self.folder, self.device, self.tiny, self.compiled = folder, device, tiny, compiled
+        self.texts: dict[str, Text] = {}
+        self.orders: dict[tuple[str, int], torch.Tensor] = {}
+        self.free: dict[tuple, list[Machine]] = {}
+        self.states: dict[str, State] = {}
+        self.seconds: dict[tuple[str, int], float] = {}  # of a step alone, by (config, sequences)
+
+    def text(self, name: str) -> Text:
+        if name not in self.texts:
+            self.texts[name] = Text(self.folder, name, self.device, self.tiny)
+        return self.texts[name]
+
+    def order(self, text: str, seed: int, context: int) -> torch.Tensor:
+        """Where the sequences of a run begin: one list per text and seed, the same for every arm."""
+        if (text, seed) not in self.orders:
+            count = Machine.WINDOWS if self.device == "cuda" else 1 << 18
+            random = np.random.Generator(np.random.Philox(key=seed + 1000))
+            numbers = random.integers(0, len(self.text(text).train) - context, count, dtype=np.int32)
+            self.orders[text, seed] = torch.tensor(numbers, device=self.device)
+        return self.orders[text, seed]
+
+    def machine(self, plan: Plan, state: State, old: frozenset[str]) -> tuple[tuple, Machine]:
+        """A free machine for this state; segments that are not in `old` are new where the arm ramps their rate."""
+        ramped = bool(state.leg) and (ramp := plan.arm.stages[state.leg - 1].ramp) and ramp[0] in ("new", "hold")
+        new = frozenset(n for n in state.tensors if n not in old and ".segments." in n) if ramped else frozenset()
+        key = (json.dumps(dataclasses.asdict(state.config)), new, plan.sequences, plan.arm.text)
+        if not self.free.get(key):
+            self.make_room()
+            compiled = self.compiled or plan.arm.kind == "transformer"  # whose norms and GELU the compiler joins
+            machine = Machine(state.config, new, plan.sequences, self.text(plan.arm.text), compiled)
+            shape = plan.arm.kind if plan.arm.kind == "transformer" else show(plan.sizes[state.leg])
+            tflops = flops(state.config, plan.sequences) / machine.step_seconds / 1e12
+            print(
+                f"  machine {shape}, {plan.sequences} sequences: {1e3 * machine.step_seconds:.2f} ms a step, "
+                f"{tflops:.0f} TFLOP/s, set up in {machine.setup_seconds:.1f} s",
+                flush=True,
+            )
+            self.free[key] = [machine]
+            self.seconds.setdefault((str(state.config), plan.sequences), machine.step_seconds)
+        return key, self.free[key].pop()
+
+    def make_room(self) -> None:
+        """Forget free machines where little memory is left: each graph keeps its own."""
+        if self.device == "cuda" and (memory := torch.cuda.mem_get_info())[0] < 0.3 * memory[1]:
+            self.free = {}
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def latest(self, plan: Plan) -> State | None:
+        steps = sorted({state.step for state in self.states.values() if state.step < plan.steps}, reverse=True)
+        for step in steps:
+            if found := self.states.get(plan.digest(step)):
+                return found
+        return None
+
+    def fresh(self, plan: Plan) -> State:
+        model = build(plan.first, plan.arm.seed).to(self.device)
+        tensors = {name: p.detach() for name, p in model.named_parameters()}
+        return State(0, 0, model.config, tensors, {}, torch.zeros(0, device=self.device))
+
+    def run(self, plan: Plan) -> Iterator[dict[str, Any] | None]:
+        """Train an arm; yields None every few steps, at last what was found."""
+        begin = time.monotonic()
+        state = self.latest(plan) or self.fresh(plan)
+        plan.at = shared = state.step
+        marks = plan.marks()
+        order = self.order(plan.arm.text, plan.arm.seed, plan.setting.context)
+        result: dict[str, float] = {}
+        for leg, (_, end) in enumerate(plan.legs):
+            if state.step > end or (state.step == end and state.leg == leg):
+                continue
+            old = frozenset(state.tensors)
+            grown = state.leg < leg
+            if grown:
+                stage, before = plan.arm.stages[leg - 1], self.validate(plan, state, order)
+                made = grow(state.config, state.tensors, state.optimizer, stage, plan.arm.seed, leg - 1)
+                state = dataclasses.replace(state, leg=leg, config=made[0], tensors=made[1], optimizer=made[2])
+            elif leg and plan.arm.stages[leg - 1].ramp:
+                old = frozenset(n for n in old if not n.split(".segments.")[-1].startswith(f"{leg}."))
+            key, machine = self.machine(plan, state, old)
+            machine.load(state, plan, order)
+            growths = state.growths
+            if grown:
+                growths = (*growths, (state.step, before, machine.validate()))
+            at = state.step
+            for mark in [*(m for m in marks if at < m < end), end]:
+                while at < mark:
+                    count = min(10, mark - at)
+                    machine.steps(count)
+                    plan.at = at = at + count
+                    yield None
+                machine.wait()
+                if mark in marks or mark == end:
+                    state = machine.save(mark, leg, growths)
+                    if mark < plan.steps:
+                        self.states[plan.digest(mark)] = state
+            if leg + 1 == len(plan.legs):
+                result = machine.validate()
+            self.free.setdefault(key, []).append(machine)
+        seconds = sum((e - b) * self.leg_seconds(plan, i) for i, (b, e) in enumerate(plan.legs))
+        wall = time.monotonic() - begin
+        yield self.facts(plan, state, result, seconds, shared, wall)
+
+    def validate(self, plan: Plan, state: State, order: torch.Tensor) -> dict[str, float]:
+        key, machine = self.machine(plan, state, frozenset(state.tensors))
+        machine.load(state, plan, order)
+        self.free.setdefault(key, []).append(machine)
+        return machine.validate()
+
+    def leg_seconds(self, plan: Plan, leg: int) -> float:
+        """Seconds of a step alone; before it was measured, a guess from its FLOPs."""
+        for (config, sequences), seconds in self.seconds.items():
+            if sequences == plan.sequences and config == str(self.leg_config(plan, leg)):
+                return seconds
+        return plan.costs[leg] / 150e12 + 2e-3
+
+    def leg_config(self, plan: Plan, leg: int) -> ModelConfig:
+        """Of a leg, segments included."""
+        config = plan.first
+        for stage in plan.arm.stages[:leg]:
+            if stage.rule == "split":
+                sizes = dict(zip(("qkv_tokens", "proj_tokens", "ffn_tokens"), stage.size, strict=True))
+                config = dataclasses.replace(config, **sizes, tau={}, layer_overrides={}).resolved()
+                continue
+            sizes = dict(zip(("qkv_tokens", "proj_tokens", "ffn_tokens"), stage.size, strict=True))
+            rule = "segment" if stage.rule == "copy" else stage.rule
+            how = {"layers": stage.layers} if stage.layers else {}
+            config = growth.plan(config, [], growth.Growth(**sizes, **how, new_tokens=rule)).config
+        return config
+
+    def expected(self, plan: Plan) -> float:
+        """Seconds that an arm will still take, alone: from where it is, or from the latest known state."""
+        state = None if plan.at else self.latest(plan)
+        at = state.step if state else plan.at
+        return sum(max(0, e - max(b, at)) * self.leg_seconds(plan, i) for i, (b, e) in enumerate(plan.legs))
+
+    def facts(self, plan: Plan, state: State, result: dict, seconds: float, shared: int, wall: float) -> dict:
+        every = max(1, plan.steps // 200)
+        losses = state.losses.double().cpu()
+        curve = [round(float(part.mean()), 4) for part in losses.split(every)]
+        first = result.get(plan.arm.text, next(iter(result.values())))
+        return {
+            "loss": sum(result.values()) / len(result) if len(result) > 1 else first,
+            "losses": result,
+            "flops": plan.spent,
+            "budget_flops": plan.total,
+            "tokens": plan.tokens,
+            "gpu_seconds": seconds,
+            "steps": plan.steps,
+            "legs": plan.legs,
+            "leg_flops": plan.costs,
+            "growths": state.growths,
+            "skipped": state.skipped,
+            "shared_steps": shared,
+            "wall_seconds": wall,
+            "curve_every": every,
+            "curve": curve,
+        }
