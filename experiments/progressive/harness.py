@@ -423,7 +423,8 @@ class Machine:
         out = self.model(tokens[:, :-1], labels=tokens[:, 1:])
         loss = out.loss_sum / out.count
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         divisor, skip, _ = self.guard.check(norm, loss, self.one)
         self.optimizer.step(self.rates.index_select(0, self.counter)[0], divisor, skip)
         self.model.zero_grad()
