@@ -125,6 +125,9 @@ class Trainer:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
+        for name in {name for stage in self.config.growth for name in stage.at} - {"step", "plateau", "patience"}:
+            if name != self.task.unit:
+                raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
         ranks, micro = self.place.degrees.pipeline, self.task.loader.micro_batches
         if micro % ranks:
             raise UserError(
