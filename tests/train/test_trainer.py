@@ -75,8 +75,8 @@ def test_the_norm_of_a_step_is_that_of_the_mean_over_the_labels_that_count(tiny,
     model, total, count = trainer.model, torch.zeros(()), 0
     batches = iter(trainer.task.loader)
     for batch in (next(batches), next(batches)):
-        ids, labels, documents = (torch.as_tensor(x).long() for x in (batch.ids, batch.labels, batch.documents))
-        out = model(ids, labels=labels, documents=documents)
+        fields = {name: torch.as_tensor(array).long() for name, array in batch.fields.items()}
+        out = model(fields["ids"], labels=fields["labels"], documents=fields["documents"])
         total, count = total + out.loss_sum, count + int(out.count)
     assert 0 < count < 4 * 16  # some labels are ignored
     (total / count).backward()
