@@ -24,8 +24,8 @@ class DataConfig:
     )
     tokenizer: str | None = key("name or path; absent = the one that the set was prepared with", None)
     verify: Literal["quick", "full"] = key("on opening: sizes and structure, or all checksums too", "quick")
-    workers: int = key("threads that read ahead on each rank; 0 reads when asked", 2)
-    prefetch: int = key("micro-batches that are read ahead", 8)
+    workers: int = key("threads that read ahead on each rank; 0 reads when asked", 2, most=1024)
+    prefetch: int = key("micro-batches that are read ahead", 8, most=10**5)
     cache: str | None = key("folder for the index of order official; absent = beside the set", None)
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.errors import UserError
+from tokenformer.parsing import read_json
 from tokenformer.terminal import meter
 
 MANIFEST = "manifest.json"
@@ -127,19 +128,6 @@ def write_manifest(folder: Path) -> None:
         sync(folder / name)
         entries[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
     write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
-
-
-def read_json(path: str | Path) -> dict:
-    """A JSON object from a file, or a sentence."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): restore it or get it anew") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} should hold a JSON object: restore it or get it anew")
-    return value
 
 
 def check_manifest(folder: str | Path, checksums: bool = True) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 from tokenformer.config import ModelConfig, build, to_dict
 from tokenformer.errors import UserError
-from tokenformer.files import atomic_folder, read_json
+from tokenformer.files import atomic_folder
 from tokenformer.hub.fill import fill
 from tokenformer.hub.folder import SHARD, Tensors, read_history, write_tensors
 from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
 from tokenformer.models import LanguageModel
+from tokenformer.parsing import read_json
 
 END = "<|endoftext|>"
 INDEX = "model.safetensors.index.json"
