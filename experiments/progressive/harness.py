@@ -486,8 +486,8 @@ class Machine:
 class Harness:
     """Texts, orders of data, machines and states that arms have in common."""
 
-    def __init__(self, folder: Path, device: str, tiny: bool) -> None:
-        self.folder, self.device, self.tiny = folder, device, tiny
+    def __init__(self, folder: Path, device: str, tiny: bool, compiled: bool = False) -> None:
+        self.folder, self.device, self.tiny, self.compiled = folder, device, tiny, compiled
         self.texts: dict[str, Text] = {}
         self.orders: dict[tuple[str, int], torch.Tensor] = {}
         self.free: dict[tuple, list[Machine]] = {}
@@ -515,7 +515,7 @@ class Harness:
         key = (json.dumps(dataclasses.asdict(state.config)), new, plan.sequences, plan.arm.text)
         if not self.free.get(key):
             self.make_room()
-            compiled = plan.arm.kind == "transformer"  # whose norms and GELU the compiler joins
+            compiled = self.compiled or plan.arm.kind == "transformer"  # whose norms and GELU the compiler joins
             machine = Machine(state.config, new, plan.sequences, self.text(plan.arm.text), compiled)
             shape = plan.arm.kind if plan.arm.kind == "transformer" else show(plan.sizes[state.leg])
             tflops = flops(state.config, plan.sequences) / machine.step_seconds / 1e12
