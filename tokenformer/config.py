@@ -189,6 +189,7 @@ class Config:
     """A whole configuration file."""
 
     model: ModelConfig = key("the model")
+    task: str | None = key("what is learned: language; absent = what model.of is", None)
     out: str | None = key("run folder where the command line names none", None)
     steps: int = key("optimizer steps of the run", 1000, most=10**9)
     batch: int | None = key("sequences of one step, over all ranks", None, most=10**7)

@@ -15,12 +15,12 @@ class GrowthStage:
         "when: {step: 1000}, {tokens: 2e9}, or {plateau: 0.01, patience: 3}: the validation loss fell by less than "
         "this share over that many validations"
     )
-    qkv_tokens: int | None = key("parameter tokens in total afterwards", None, most=2**30)
-    proj_tokens: int | None = key("parameter tokens in total afterwards", None, most=2**30)
-    ffn_tokens: int | None = key("parameter tokens in total afterwards", None, most=2**30)
-    layers: int | None = key("blocks in total afterwards", None, most=10_000)
-    dim: int | None = key("widen by Net2Net to this", None, most=2**20)
-    ffn_dim: int | None = key("widen the MLP of a baseline to this", None, most=2**30)
+    qkv_tokens: int | None = key("parameter tokens in total afterwards", None)
+    proj_tokens: int | None = key("parameter tokens in total afterwards", None)
+    ffn_tokens: int | None = key("parameter tokens in total afterwards", None)
+    layers: int | None = key("blocks in total afterwards", None)
+    dim: int | None = key("widen by Net2Net to this", None)
+    ffn_dim: int | None = key("widen the MLP of a baseline to this", None)
     new_tokens: str | dict[str, str] | None = key(
         "segment (default), zero_key, zero_value or random; or one for each, such as {ffn: segment, qkv: zero_key}",
         None,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.train.conftest import config_file, one_thread, prepared, tiny  # noqa: F401 (fixtures)
 from tokenformer.cli.main import main
-from tokenformer.train.checkpoint import all_steps
+from tokenformer.hub.run_folder import all_steps
 
 
 def refused(capsys, *arguments: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.train.conftest import result
 from tokenformer.hub.dcp import read_tensors
-from tokenformer.train.checkpoint import newest
+from tokenformer.hub.run_folder import newest_whole
 
 pytestmark = pytest.mark.multi
 MODEL = ["model.heads=4", "model.rotary_fraction=0.5", "batch=8", "micro_batch=2", "checkpoint.every=5", "log.every=5"]
@@ -61,5 +61,5 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_with_a_checkpoint(ran
     finally:
         job.kill()
     assert "stopped by SIGUSR1 after step" in (tmp_path / "run" / "log").read_text()
-    found = newest(tmp_path / "run")
+    found = newest_whole(tmp_path / "run")
     assert found is not None and read_tensors(found / "model")["embedding.weight"].shape == (384, 16)

@@ -9,7 +9,8 @@ import torch
 from tokenformer.config import Config, load
 from tokenformer.data.text.prepare import prepare
 from tokenformer.hub.dcp import read_tensors
-from tokenformer.train.checkpoint import newest, read_state
+from tokenformer.hub.run_folder import newest_whole
+from tokenformer.train.checkpoint import read_state
 
 TEXT = Path(__file__).parents[1] / "data" / "alice.txt"
 TINY = """
@@ -58,7 +59,7 @@ def tiny(config_file):
 
 def result(run: Path) -> dict:
     """All that a run's newest checkpoint holds, apart from how long it took."""
-    found = newest(run)
+    found = newest_whole(run)
     assert found is not None
     tensors = {part: read_tensors(found / part) for part in ("model", "optim")}
     state = read_state(found)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import child_environment, result, same
-from tokenformer.train.checkpoint import all_steps
+from tokenformer.hub.run_folder import all_steps
 from tokenformer.train.trainer import Trainer
 
 pytestmark = pytest.mark.multi

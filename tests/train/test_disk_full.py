@@ -10,7 +10,7 @@ import pytest
 
 from tests.train.conftest import child_environment, result, same
 from tokenformer.errors import UserError
-from tokenformer.train.checkpoint import all_steps, newest
+from tokenformer.hub.run_folder import all_steps, newest_whole
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
 
@@ -56,7 +56,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_it_loads(small_disk, tiny
         assert "step 15 could not be written (No space left on device)" in said and "training goes on" in said
     events = [row["reason"] for row in read_rows(run) if row["kind"] == "event"]
     assert events and "No space left" in events[0]
-    assert list(all_steps(run)) == [10] and newest(run) is not None  # the one before is whole
+    assert list(all_steps(run)) == [10] and newest_whole(run) is not None  # the one before is whole
     assert not list((run / "checkpoints").glob(".step-*"))  # nothing half-written is left
     (small_disk / "filler").unlink()  # room was made
     Trainer(tiny(*settings, "steps=30"), run, resume=True).run()
@@ -72,4 +72,4 @@ def test_a_file_that_may_not_grow_is_the_same_story(config_file, tiny, tmp_path)
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # noqa: E731
     done = child(config_file, run, *BIG, "steps=20", preexec_fn=limit)
     assert done.returncode == 2 and "could not be written (File too large)" in done.stderr, done.stderr
-    assert list(all_steps(run)) == [10] and newest(run) is not None
+    assert list(all_steps(run)) == [10] and newest_whole(run) is not None

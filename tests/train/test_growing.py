@@ -17,7 +17,7 @@ from tokenformer.cli.main import main
 from tokenformer.config import load, to_yaml
 from tokenformer.errors import UserError
 from tokenformer.hub.dcp import read_tensors
-from tokenformer.train.checkpoint import all_steps
+from tokenformer.hub.run_folder import all_steps
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
 

@@ -10,8 +10,8 @@ from tokenformer.errors import UserError
 from tokenformer.hub import save
 from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.open import read_config
+from tokenformer.hub.run_folder import all_steps, newest_whole
 from tokenformer.models import LanguageModel
-from tokenformer.train.checkpoint import all_steps, newest
 from tokenformer.train.report import read_rows
 from tokenformer.train.run import with_batch_sizes
 from tokenformer.train.trainer import Trainer
@@ -71,7 +71,7 @@ def test_the_batch_of_the_first_start_is_held(shared, official_set, tmp_path):
     again = read_config(file, overrides=[*common, "micro_batch=4", "steps=3"], training=True)
     trainer = Trainer(again, tmp_path / "run", resume=True)
     trainer.run()
-    assert trainer.config.batch == 8 and trainer.task.micro_batches == 2
+    assert trainer.config.batch == 8 and trainer.task.loader.micro_batches == 2
     overridden = read_config(file, overrides=["batch=1024"], training=True)
     assert with_batch_sizes(overridden, world=8).batch == 1024
     assert with_batch_sizes(read_config(file, training=True), world=8).batch == 32 * 4 * 8
@@ -119,4 +119,4 @@ def test_what_cannot_be_followed_is_refused(shared, tmp_path, line, sentence):
     with pytest.raises(UserError, match=sentence):
         read_config(*files, training=True)
     assert read_config(*files).model.layers == 12  # the model alone can still be read
-    assert newest(tmp_path) is None
+    assert newest_whole(tmp_path) is None

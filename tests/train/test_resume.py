@@ -11,7 +11,7 @@ from tests.train.conftest import result, same
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, write_manifest
 from tokenformer.hub.dcp import read_tensors, write_tensors
-from tokenformer.train.checkpoint import newest
+from tokenformer.hub.run_folder import newest_whole
 from tokenformer.train.trainer import Trainer
 
 
@@ -70,7 +70,7 @@ def test_the_comparison_notices_a_broken_restore(tiny, tmp_path, broken):
     recipe = ["train.precision=fp16", "optimizer.kind=adamw"]
     whole = straight(tiny(*recipe), tmp_path / "whole")
     Trainer(tiny(*recipe, "steps=17"), tmp_path / "parts").run()
-    damage(newest(tmp_path / "parts"), broken)
+    damage(newest_whole(tmp_path / "parts"), broken)
     Trainer(tiny(*recipe), tmp_path / "parts", resume=True).run()
     assert not same(whole, result(tmp_path / "parts"))
 

@@ -34,10 +34,11 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.hub.open import means_weights, read_config
     from tokenformer.parallel.mesh import check, degrees
     from tokenformer.parallel.slurm import Job, script
+    from tokenformer.parsing import is_folder
     from tokenformer.train.run import with_batch_sizes
 
     source = Path(args.config)
-    inside = (source / "checkpoints").is_dir() and args.out in (None, args.config)  # a run to go on with
+    inside = is_folder(source / "checkpoints") and args.out in (None, args.config)  # a run to go on with
     files = [source / "config.yml" if inside else args.config, *(s for s in args.settings if "=" not in s)]
     config = read_config(*files, overrides=[s for s in args.settings if "=" in s], training=True)
     nodes, gpus = launch_of(*(name for name in files if not means_weights(name)))

@@ -31,21 +31,22 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.errors import UserError
     from tokenformer.hub.open import locate, means_weights, read_config
     from tokenformer.parallel.mesh import together
+    from tokenformer.parsing import is_file, is_folder
     from tokenformer.train.trainer import Trainer
 
     source, given = Path(args.config), Path(args.out) if args.out else None
-    inside = (source / "config.yml").is_file()  # a run, or a folder of weights
-    if args.resume and not given and not inside and not source.is_file() and args.config not in presets():
+    inside = is_file(source / "config.yml")  # a run, or a folder of weights
+    if args.resume and not given and not inside and not is_file(source) and args.config not in presets():
         raise UserError(f"there is no run at {source} to go on with: give its folder, or a config and --out")
     itself = args.resume and inside and (given is None or given.resolve() == source.resolve())
-    if itself and not (source / "checkpoints").is_dir() and means_weights(source):
+    if itself and not is_folder(source / "checkpoints") and means_weights(source):
         raise UserError(f"{source} holds weights but no run to go on with: give --out RUN to begin one with them")
     names = [source / "config.yml" if itself else args.config, *(s for s in args.settings if "=" not in s)]
     config = read_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
     if not itself and given is None and config.out is None and means_weights(args.config):
         raise UserError(
             f"{source} holds weights, and what is trained from them needs a folder of its own: give --out RUN"
-            + (", or --resume to go on with this run" if (source / "checkpoints").is_dir() else "")
+            + (", or --resume to go on with this run" if is_folder(source / "checkpoints") else "")
         )
     default = source if itself else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
     if config.start and not itself and os.environ.get("RANK", "0") == "0":

@@ -50,10 +50,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(folder: Path) -> LanguageModel:
-    """Read the `model` folder of a checkpoint: its files hold slices, so DCP reads them."""
+    """Read the `model` folder of a checkpoint that was found whole: its files hold slices, so DCP reads them."""
     from tokenformer.hub.dcp import read_tensors, stored  # importing DCP takes a while
 
-    check_manifest(folder.parent)
     config = read_config(folder)
     check_shapes(config, {name: meta.size for name, meta in stored(folder).items()}, str(folder))
     model = fill(config, read_tensors(folder), str(folder))
@@ -124,7 +123,7 @@ class Stored(Tensors):
         return check_values(name, super().__getitem__(name), str(self.folder))
 
 
-def sidecars(config: ModelConfig, history: list[dict], tokenizer_json: str | None) -> dict[str, str]:
+def sidecars(config: ModelConfig, history: list[dict], tokenizer_json: str | None = None) -> dict[str, str]:
     """What stands beside a model's tensors, in our folders and in checkpoints: text by file name."""
     files = {"config.yml": native.to_yaml(ModelFile(config)), "history.json": json.dumps(history, indent=1) + "\n"}
     return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tokenformer import config as native
 from tokenformer.data.text.tokenizer import BUNDLED, FileTokenizer, Tokenizer, load_tokenizer, padded_vocab
 from tokenformer.errors import UserError
-from tokenformer.files import WEIGHTS
+from tokenformer.files import WEIGHTS, check_manifest
 from tokenformer.hub import official_config
 from tokenformer.parsing import is_file, is_folder, read_json, read_text
 
@@ -79,8 +79,9 @@ class Located(NamedTuple):
 
 
 def locate(source: str | Path) -> Located:
-    """Find the weights at a path or behind a hub name. A run stands for its last checkpoint."""
+    """Find the weights at a path or behind a hub name. A run stands for its newest whole checkpoint."""
     from tokenformer.hub import official
+    from tokenformer.hub.run_folder import newest_whole
 
     path = look(source)
     if isinstance(path, HubName):
@@ -91,9 +92,11 @@ def locate(source: str | Path) -> Located:
         raise UserError(f"{source} is a preset, a config without weights: give weights, or train it first")
     if (path / "config.yml").is_file() and any(path.glob("model*.safetensors")):
         return Located("ours", path)
-    last = path / "checkpoints" / "last"
-    path = last.parent / last.read_text(encoding="utf-8").strip() if last.is_file() else path
+    newest = newest_whole(path)
+    path = newest or path
     if (path / "state.json").is_file() and (path / "model" / "config.yml").is_file():
+        if newest is None:
+            check_manifest(path)
         return Located("checkpoint", path / "model")
     about = path / "config.json"
     if is_file(about) and read_json(about).get("model_type") == "tokenformer":

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenformer.errors import UserError
 from tokenformer.infer.cache import StaticCache
 from tokenformer.models import LanguageModel, Pattention
+from tokenformer.models.layers import Block, Linear, Norm, Segment, hooked
 from tokenformer.ops.attention import attention
 from tokenformer.ops.pattention import normalise
 from tokenformer.ops.rotary import angles, rotate
@@ -77,10 +79,26 @@ class PackedLayer:
         return self.down(F.gelu(parts[0]) if len(parts) == 1 else F.silu(parts[0]) * parts[1])[0]
 
 
+def check_readable(model: LanguageModel) -> None:
+    """Refuse a model whose weights are not what its modules compute with."""
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if any(parameter.is_meta for parameter in own):
+            raise UserError(f"the weights of {name} are offloaded, and the engine reads them once: load them whole")
+        strange = own and not isinstance(module, Segment | Linear | Norm | torch.nn.Embedding)
+        # a block's own forward may be compiled or recomputed: the engine's is another one anyway
+        if strange or (hooked(module) and not (isinstance(module, Block) and "_hf_hook" not in module.__dict__)):
+            raise UserError(
+                f"{name or 'the model'} carries a hook or an adapter, and the engine, which reads the weights once, "
+                "would leave it out: merge or remove it, or use the model's own generate"
+            )
+
+
 class Packed:
     """All layers; `hidden(ids, positions, cache)` gives what the output head reads."""
 
     def __init__(self, model: LanguageModel, dtype: torch.dtype | None = None) -> None:
+        check_readable(model)
         self.config = model.config
         self.dtype = dtype or model.compute_dtype or model.embedding.weight.dtype
         self.embedding = model.embedding.weight.detach().to(self.dtype)

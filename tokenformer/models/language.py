@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tokenformer.config import ModelConfig
 from tokenformer.models.cost import Cost, cost
 from tokenformer.models.init import init_weights
-from tokenformer.models.layers import Block, Linear, Norm
+from tokenformer.models.layers import Block, Linear, Norm, readable
 from tokenformer.models.names import ONE, TABLE, ZERO, Role
-from tokenformer.ops.cross_entropy import linear_cross_entropy
+from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy, summed_loss
 from tokenformer.ops.rotary import angles
 
 
@@ -95,17 +95,27 @@ class LanguageModel(nn.Module):
     ) -> Output:
         """`ids` (B, T). `labels` (B, T): the target of each position, -100 = none. `positions` (T,) or (B, T)."""
         hidden_BTD = self.hidden(ids, positions=positions, documents=documents, cache=cache)
-        weight = self.head_weight.to(hidden_BTD.dtype)
         if labels is None:
-            return Output(logits=self.logits(hidden_BTD, weight))
-        loss_sum, count = self.loss(hidden_BTD, weight, labels)
+            return Output(logits=self.logits(hidden_BTD))
+        loss_sum, count = self.loss(hidden_BTD, labels)
         return Output(loss_sum=loss_sum, count=count)
 
-    def logits(self, hidden_BTD: Tensor, weight_WD: Tensor) -> Tensor:
-        return hidden_BTD @ weight_WD.T
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        if self.head is not None and not readable(self.head):
+            return self.head(hidden_BTD)
+        return hidden_BTD @ self.head_rows(hidden_BTD).T
 
-    def loss(self, hidden_BTD: Tensor, weight_WD: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return linear_cross_entropy(hidden_BTD, weight_WD, labels)
+    def loss(self, hidden_BTD: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss summed over the labels, and how many there are."""
+        head = self.head
+        if head is not None and not readable(head):
+
+            def called(hidden_TD: Tensor, _: Tensor, labels_T: Tensor) -> Tensor:
+                return summed_loss(head(hidden_TD), labels_T)
+
+            chunk = max(1, LOGITS // self.config.vocab)
+            return linear_cross_entropy(hidden_BTD, hidden_BTD, labels, chunk, called)
+        return linear_cross_entropy(hidden_BTD, self.head_rows(hidden_BTD), labels)
 
     def hidden(
         self,
@@ -128,6 +138,18 @@ class LanguageModel(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
+
+    def trunks(self) -> dict[str, "LanguageModel"]:
+        """The parts that have blocks, by the prefix of their parameters: here the model itself."""
+        return {"": self}
+
+    def head_rows(self, hidden: Tensor) -> Tensor:
+        """The output head's rows, where `hidden` is and in its type."""
+        weight_WD = self.head_weight
+        if weight_WD.device != hidden.device:  # offloaded, or on another device: a call brings it
+            every = torch.arange(self.config.vocab, device=hidden.device)
+            weight_WD = self.embedding(every).to(hidden.device)
+        return weight_WD.to(hidden.dtype)
 
     def cost(self) -> Cost:
         """Parameters, FLOPs and cache bytes of this model."""

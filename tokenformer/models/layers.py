@@ -4,7 +4,9 @@ Unusual: weights are cast to the type of what flows in, so one choice at the emb
 and v are separate parameters but one product. Legend: B batch, T positions, D dim, H heads, C head_dim.
 """
 
+import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import cast
 
@@ -26,6 +28,13 @@ class Segment(nn.Module):
         self.tau = tau
         self.key_tokens = nn.Parameter(torch.empty(tokens, d_in))
         self.value_tokens = nn.Parameter(torch.empty(tokens, d_out))
+
+    def forward(self, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, float]:
+        """Keys, values and τ. Layers call this instead of reading the tensors: hooks on a segment (offloading, LoRA)
+
+        work by its call.
+        """
+        return self.key_tokens.to(dtype), self.value_tokens.to(dtype), self.tau
 
     def extra_repr(self) -> str:
         return f"tokens={len(self.key_tokens)}, tau={self.tau:g}"
@@ -68,7 +77,7 @@ class Pattention(nn.Module):
             nn.init.normal_(segment.value_tokens, std=len(segment.value_tokens) ** -0.5)
 
     def parts(self, dtype: torch.dtype | None) -> Segments:
-        return [(s.key_tokens.to(dtype), s.value_tokens.to(dtype), s.tau) for s in self.segments]
+        return [segment(dtype) for segment in self.segments]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if not x.is_floating_point():
@@ -77,8 +86,8 @@ class Pattention(nn.Module):
 
     def activations(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Scores and Θ(scores) of each segment: a token adds its activation times its value to the output."""
-        scores = [x @ key_ND.T for key_ND, _, _ in self.parts(x.dtype)]
-        return [(a, normalise(a, self.theta, s.tau)) for a, s in zip(scores, self.segments, strict=True)]
+        scores = [(x @ key_ND.T, tau) for key_ND, _, tau in self.parts(x.dtype)]
+        return [(score, normalise(score, self.theta, tau)) for score, tau in scores]
 
     def extra_repr(self) -> str:
         return f"theta={self.theta}"
@@ -94,8 +103,37 @@ class Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype))
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether something waits for this module's call: a hook, FSDP, a forward that was put in place of its own."""
+    m = module
+    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return bool(hooks) or "forward" in m.__dict__
+
+
+def readable(layer: nn.Module) -> bool:
+    """Whether a layer's parameters may be read without calling it."""
+    return isinstance(layer, Pattention | Linear) and not hooked(layer)
+
+
+@torch.compiler.assume_constant_result
+def called_one_by_one() -> bool:
+    _say_one_by_one()
+    return True
+
+
+@functools.cache
+def _say_one_by_one() -> None:
+    warnings.warn(
+        "a projection carries a hook, or is not ours any more: the projections of its block are called one by one, "
+        "which is slower than one product for q, k and v",
+        stacklevel=2,
+    )
+
+
 def project(x: Tensor, layers: Sequence[Pattention | Linear]) -> Sequence[Tensor]:
-    """Several projections of one input in one product."""
+    """Several projections of one input in one product; one by one where somebody waits for their calls."""
+    if not all(readable(layer) for layer in layers):
+        return called_one_by_one() and [layer(x) for layer in layers]
     tokens = [layer for layer in layers if isinstance(layer, Pattention)]
     if tokens:
         return pattention_group(x, [layer.parts(x.dtype) for layer in tokens], theta=tokens[0].theta)
@@ -191,7 +229,13 @@ class Block(nn.Module):
     def streams(self, x: Tensor) -> bool:
         """Whether `stream` computes the same, and gains by it: training on kernels."""
         plain = type(self.ffn) is Pattention and self.ffn.theta == "l2_norm_gelu"
-        return plain and x.requires_grad and backend(x) == "triton"
+        if not (plain and x.requires_grad and backend(x) == "triton"):
+            return False
+        a = self.attention
+        between = (self.attention_norm, self.ffn_norm, a)
+        if any(map(hooked, between)) or not all(map(readable, (a.query, a.key, a.value, a.proj, self.ffn))):
+            return not called_one_by_one()
+        return True
 
     def stream(self, x: Tensor, rotary: tuple[Tensor, Tensor], *context) -> Tensor:
         """Without norms and sums: l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels

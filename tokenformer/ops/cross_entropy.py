@@ -55,6 +55,10 @@ def linear_cross_entropy(
 
 
 def _chunk(hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor) -> Tensor:
-    logits_TW = hidden_TD @ weight_WD.T
+    return summed_loss(hidden_TD @ weight_WD.T, labels_T)
+
+
+def summed_loss(logits_TW: Tensor, labels_T: Tensor) -> Tensor:
+    """Σ −log p(label), in fp32 or better."""
     logits_TW = logits_TW.to(torch.promote_types(logits_TW.dtype, torch.float32))
     return F.cross_entropy(logits_TW, labels_T, ignore_index=IGNORE, reduction="sum")

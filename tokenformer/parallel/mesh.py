@@ -12,7 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from tokenformer.config import ModelConfig, ParallelConfig
 from tokenformer.config_train import DEGREES
 from tokenformer.errors import UserError
 from tokenformer.strict import need
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,14 @@ def stages(d: Degrees, config: ParallelConfig) -> int:
 
 
 def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
-    """Refuses a model that cannot be laid out like this."""
+    """Refuse a model that cannot be laid out like this."""
+    if model.of != "language" or model.trunks:
+        need(
+            d.pipeline * d.token == 1,
+            f"parallel.pipeline is {d.pipeline} and parallel.token {d.token}, but both are for language models alone: "
+            "leave them out, and use parallel.shard or parallel.replicate",
+        )
+        return
     twice = " (two a rank when interleaved)" if stages(d, config) > d.pipeline else ""
     need(
         stages(d, config) <= model.layers,
@@ -142,8 +151,8 @@ class Place:
         return torch.device("cuda", local)
 
     def start(self, device: torch.device) -> None:
-        """Opens the process group and lays the mesh over it."""
-        if self.alone:
+        """Open the process group and lay the mesh over it, unless that was done already."""
+        if self.alone or self.mesh is not None:
             return
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -186,19 +195,22 @@ class Place:
         if not self.alone:
             dist.barrier(group=self.groups[group])
 
-    def tell(self, do: Callable[[], str | None]) -> str | None:
-        """What the first rank got from `do`, on all of them; what the file system told it is raised on all of them."""
+    def first_does(self, do: Callable[[], T]) -> T:
+        """Return on every rank what the first one got from `do`. What was refused there is raised on all of them."""
         if self.alone:
             return do()
         told: list = [None, None]
         if self.first:
             try:
                 told[0] = do()
+            except UserError as error:
+                told[1] = str(error)
             except OSError as error:
                 told[1] = (error.errno, error.strerror)
         dist.broadcast_object_list(told, src=0, group=self.groups["files"])
         if told[1] is not None:
-            raise OSError(*told[1])
+            self.meet("files")  # the first one stays until all have heard it
+            raise UserError(told[1]) if isinstance(told[1], str) else OSError(*told[1])
         return told[0]
 
     def leave(self) -> None:

@@ -4,10 +4,12 @@ Written to a hidden sibling and renamed, so a name that can be seen is complete;
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tokenformer.config import CheckpointConfig
 from tokenformer.errors import UserError
-from tokenformer.files import atomic_folder, check_manifest, write_text
+from tokenformer.files import atomic_folder, write_text
 from tokenformer.hub.dcp import read_tensors, stored, write_tensors
+from tokenformer.hub.run_folder import Found, all_steps
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
 from tokenformer.parsing import read_json
 
 State = dict[str, dict[str, Tensor]]  # an optimizer's, by parameter name
-
-
-def all_steps(run: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, oldest first."""
-    return {int(p.name[5:]): p for p in sorted((run / "checkpoints").glob("step-*")) if p.name[5:].isdigit()}
 
 
 class Checkpoints:
@@ -76,7 +74,12 @@ class Checkpoints:
         path = self.run / "checkpoints" / f"step-{step:08d}"
         try:
             with contextlib.ExitStack() as hidden:
-                folder = Path(self.place.tell(lambda: str(hidden.enter_context(atomic_folder(path)))) or "")
+
+                def begin() -> Path:
+                    with plain_reasons():
+                        return hidden.enter_context(atomic_folder(path))
+
+                folder = self.place.first_does(begin)
                 for part, tensors in parts.items():
                     write_tensors(folder / part, tensors, self.place.groups.get("files"))
 
@@ -84,12 +87,13 @@ class Checkpoints:
                     for name, text in files.items():
                         (folder / "model" / name).write_text(text, encoding="utf-8")
                     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-                    hidden.close()
+                    with plain_reasons():
+                        hidden.close()
                     write_text(self.run / "checkpoints" / "last", path.name + "\n")
                     self._forget()
 
-                self.place.tell(complete)
-        except (OSError, CheckpointException) as error:  # DCP wraps what the file system said
+                self.place.first_does(complete)
+        except (OSError, UserError, CheckpointException) as error:  # DCP wraps what the file system said
             raise CheckpointFailed(f"the checkpoint of step {step} could not be written ({reason(error)})") from error
         self.saved = step
 
@@ -102,14 +106,35 @@ class Checkpoints:
                 os.rename(steps[step], hidden)  # gone at once: half a checkpoint is never seen
                 shutil.rmtree(hidden)
 
-    def sweep(self) -> None:
-        """Remove what a killed process left half-written or half-removed."""
+    def sweep(self, found: Found) -> list[str]:
+        """Remove what a killed process left half-written or half-removed, and put damaged checkpoints aside.
+
+        These keep their files, under a name that is no checkpoint's, which is said; `last` names the one in use.
+        """
+        said = []
         for path in (self.run / "checkpoints").glob(".*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in found.damaged:
+            names = (path.with_name(f"{path.name}.damaged{n or ''}") for n in itertools.count())
+            aside = next(name for name in names if not name.exists())
+            os.rename(path, aside)
+            said.append(f"the damaged {path.name} is kept aside as {aside}: delete it when you need it no more")
+        if found.path is not None and found.notes:
+            write_text(self.run / "checkpoints" / "last", found.path.name + "\n")
+        return said
 
 
 class CheckpointFailed(Exception):
     """A checkpoint could not be written; the ones before it are untouched."""
+
+
+@contextlib.contextmanager
+def plain_reasons() -> Iterator[None]:
+    """Raise what the operating system said in place of the sentence that `atomic_folder` makes of it."""
+    try:
+        yield
+    except UserError as error:
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def reason(error: BaseException) -> str:
@@ -117,19 +142,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({reason(failure[0]) for failure in error.failures.values()}))
     return (isinstance(error, OSError) and error.strerror) or str(error)
-
-
-def newest(run: Path, checksums: bool = True) -> Path | None:
-    """The last complete checkpoint of a run, all its files as its manifest says; None before the first."""
-    steps = all_steps(run)
-    if not steps:
-        return None
-    path = steps[max(steps)]
-    try:
-        check_manifest(path, checksums)
-    except UserError as error:
-        raise UserError(f"{error}; or move {path} away to resume from the checkpoint before it") from None
-    return path
 
 
 def read_model(checkpoint: Path, layout: Layout) -> None:

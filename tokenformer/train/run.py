@@ -10,6 +10,9 @@ from tokenformer.config import Config
 from tokenformer.errors import UserError
 
 HELD = ("batch", "seed", "start")  # with another value it would be another run; so would another model or optimizer
+OWN = set(
+    ".lock config.yml environment.json metrics.jsonl log trace.json checkpoints samples tensorboard wandb".split()
+)
 
 
 def with_batch_sizes(config: Config, world: int) -> Config:
@@ -35,19 +38,28 @@ def with_batch_sizes(config: Config, world: int) -> Config:
 
 
 def earlier(folder: Path, resume: bool) -> Config | None:
-    """The config of the run that stands in the folder, if one does; refused unless it is to be continued."""
-    if not resume and folder.exists() and any(folder.iterdir()):
+    """Return the config of the run that stands in the folder, if there is something to continue.
+
+    Refuse a folder that holds something, unless it is to be continued or is a run that has not come to a checkpoint.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file, but a run is a folder: give another name by --out")
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    kept = folder / "checkpoints"
+    continued = kept.is_dir() and any(not path.name.startswith(".") for path in kept.iterdir())
+    if not resume and names and (continued or ".lock" not in names or names - OWN):
         raise UserError(f"{folder} is there already: go on with it by --resume, or give another name by --out")
-    if (folder / "config.yml").is_file():
-        return native.load(folder / "config.yml")
-    if (folder / "checkpoints").exists():
+    if not continued:
+        return None
+    if not (folder / "config.yml").is_file():
         raise UserError(f"{folder} has checkpoints but no config.yml: put it back, or give another name by --out")
-    return None
+    return native.load(folder / "config.yml")
 
 
 def changes(folder: Path, was: Config, now: Config) -> list[str]:
     """What differs from the run's own config, in words; refused where it would be another run."""
     pairs = {name: (getattr(was, name), getattr(now, name)) for name in HELD}
+    pairs["task"] = (was.task or was.model.of, now.task or now.model.of)
     pairs["optimizer.kind"] = (was.optimizer.kind, now.optimizer.kind)
     if was.model.resolved() != now.model.resolved():
         lines = differences(native.to_dict(was.model.resolved()), native.to_dict(now.model.resolved()), "model.")
@@ -78,10 +90,26 @@ def lock(folder: Path) -> Iterator[None]:
     """One process trains a run at a time."""
     import fcntl
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    with contextlib.ExitStack() as held:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(open(folder / ".lock", "w"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder} is being trained by another process: wait for it, or stop it first") from None
+        except OSError as error:
+            raise UserError(
+                f"{folder} cannot be locked ({error.strerror}): mount its file system with locks, or give another --out"
+            ) from None
         yield
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Refuse in a sentence a run folder that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"the run {folder} cannot be written ({why}): make room, or give another --out") from None

@@ -29,6 +29,7 @@ try:
     from transformers.masking_utils import create_causal_mask
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import can_return_tuple
 except ImportError as error:
     raise UserError(f"transformers 5.17 or newer is needed here ({error}): pip install 'tokenformer[hf]'") from None
@@ -111,6 +112,8 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["HFBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     model: LanguageModel
+    # Trainer's label smoothing shifts the labels of classes that are named there, and of no others
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["tokenformer"] = "TokenFormerForCausalLM"
 
     def __init__(self, config: TokenFormerConfig) -> None:
         super().__init__(config)
@@ -187,7 +190,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
                     hidden = hidden[
                         :, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
                     ]
-                logits = hidden @ self.model.head_weight.to(hidden.dtype).T
+                logits = self.model.logits(hidden)
         if targets is not None:
             if loss is None:
                 exact = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))

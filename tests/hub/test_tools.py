@@ -1,0 +1,61 @@
+"""Other people's tools (accelerate, peft, FSDP2, hooks, transformers' Trainer) compute what a plain control does,
+on the reference and on the kernels: nothing reads a tensor past the module that holds it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenformer import UserError, models
+from tokenformer.config import ModelConfig
+from tokenformer.infer import Engine
+
+TINY = ModelConfig(layers=2, dim=16, heads=2, qkv_tokens=8, proj_tokens=8, ffn_tokens=[8, 8], vocab=32, context=16)
+
+
+@pytest.mark.parametrize("path, bound", [("reference", 2e-6), ("triton", 2e-5)])
+def test_every_tool_gives_what_a_plain_control_gives(path, bound):
+    """The kernels have another order of sums where nothing is hooked (no LayerNorm): hence their bound."""
+    for library in ("peft", "accelerate", "transformers", *(["triton"] if path == "triton" else [])):
+        pytest.importorskip(library)
+    script = Path(__file__).parent / "tool_checks.py"
+    settings = {"TOKENFORMER_PATTENTION": path, "TRITON_INTERPRET": "1" if path == "triton" else "0"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=os.environ | settings, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found["far"]) == 30 and found["said"] == 1  # that projections are called one by one, once
+    assert {name: error for name, error in found["far"].items() if not error < bound} == {}
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_compiled_blocks_have_no_graph_break_and_see_hooks_that_were_there_before(hook):
+    torch.compiler.reset()  # it does not look for hooks that come later, ours or others'
+    model, plain, ids = models.build(TINY), models.build(TINY), torch.arange(12).view(2, 6)
+    for block, control in zip(model.blocks, plain.blocks, strict=True) if hook else ():
+        block.attention.value.register_forward_hook(lambda module, inputs, output: -output)
+        with torch.no_grad():
+            control.attention.value.segments[0].value_tokens.mul_(-1)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_the_engine_refuses_a_model_that_it_would_compute_otherwise():
+    model = models.build(TINY)
+    model.blocks[1].attention.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(UserError, match=r"blocks.1.attention carries a hook or an adapter, .* own generate"):
+        Engine(model)
+    with torch.device("meta"):
+        offloaded = models.build(TINY)
+    with pytest.raises(UserError, match=r"weights of embedding are offloaded, .* load them whole"):
+        Engine(offloaded)
+    compiled = models.build(TINY)
+    compiled.blocks[0].forward = torch.compile(compiled.blocks[0].forward, backend="eager")
+    assert len(Engine(compiled).generate([[1, 2]], 3)[0].ids) == 3

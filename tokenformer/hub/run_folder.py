@@ -1,0 +1,59 @@
+"""The checkpoints of a run folder: which there are, and the newest one that is whole. Imports without torch.
+
+Unusual: `last` is a note for people. Which checkpoint counts follows from the folders themselves, in the same way for
+`train --resume` and for every verb that takes a run.
+"""
+
+import functools
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenformer.errors import UserError
+from tokenformer.files import check_manifest
+
+
+class Found(NamedTuple):
+    """The newest whole checkpoint of a run (None where the run has none at all) and what had to be passed over."""
+
+    path: Path | None
+    damaged: list[Path]  # newer ones
+    notes: list[str]  # a sentence about each of them, and about a `last` that names nothing
+
+
+def all_steps(run: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by step, oldest first."""
+    named = [(path.name[5:], path) for path in sorted((run / "checkpoints").glob("step-*"))]
+    return {int(step): path for step, path in named if step.isascii() and step.isdigit()}
+
+
+def find_newest(run: Path, checksums: bool = True) -> Found:
+    """Find the newest checkpoint whose files are those of its manifest; refuse a run whose are all damaged."""
+    steps, damaged, notes = all_steps(run), [], []
+    last = run / "checkpoints" / "last"
+    named = last.read_text(encoding="utf-8", errors="replace").strip()[:40] if last.is_file() else None
+    if named is not None and named not in {path.name for path in steps.values()}:
+        notes.append(f"{last} names '{named}', which is not there")
+    for path in reversed(steps.values()):
+        try:
+            check_manifest(path, checksums)
+            return Found(path, damaged, notes)
+        except (UserError, OSError) as error:
+            damaged.append(path)
+            notes.append(f"the checkpoint {path} is damaged ({str(error).rsplit(': ', 1)[0]})")
+    if notes:
+        raise UserError(f"no checkpoint of {run} is whole: put one back from a copy; {'; '.join(notes)}")
+    return Found(None, [], [])
+
+
+def newest_whole(run: Path, checksums: bool = True) -> Path | None:
+    """Return the newest whole checkpoint of a run that is only read; what was passed over is said, not touched."""
+    path, _, notes = find_newest(run, checksums)
+    for note in notes:
+        _say_once(f"tokenformer: {note}: {path} is used")
+    return path
+
+
+@functools.cache  # a verb may look several times
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
