@@ -17,7 +17,7 @@ MAY = {
     "terminal": {"errors"},
     "strict": {"errors", "parsing"},
     "config": {"strict", "parsing", "errors"},
-    "ops": {"errors"},
+    "ops": {"config", "errors"},
     "models": {"ops", "config", "errors"},
     "growth": {"models", "config"} | OPEN,
     "data": {"config"} | OPEN,

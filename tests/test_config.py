@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenformer import config as c
 from tokenformer.config import Config, LayerOverride, ModelConfig
 from tokenformer.errors import UserError
+from tokenformer.strict import parse_yaml
 
 SMALL = "model: {layers: 2, dim: 32, heads: 4, qkv_tokens: 8, proj_tokens: 8, ffn_tokens: 16}\n"
 
@@ -59,6 +60,7 @@ def test_whole_floats_are_whole_numbers_and_a_base_is_laid_under(tmp_path):
         (SMALL, ["optimizer.eps=.nan"], "optimizer.eps is nan: give a small number"),
         (SMALL, ["train.clip=.inf"], "train.clip is inf: give 0 (off) or more"),
         (SMALL, ["model.layers=true"], "must be a whole number"),
+        (SMALL, ["optimizer.rate=true"], "optimizer.rate is True, but must be a number"),
         (SMALL, ["model.layers=2.5"], "must be a whole number"),
         (SMALL, ["model.layers=0"], "give a number above 0"),
         (SMALL, ["model.tied=1"], "must be true or false"),
@@ -163,9 +165,19 @@ def test_every_key_is_documented_where_it_is_declared():
     walk(LayerOverride)
 
 
+def test_what_says_nothing_is_not_written():
+    assert "{}" not in c.to_yaml(c.load("lm/150m", overrides=["data.path=set", "batch=8"]))
+
+
 def test_every_preset_loads_and_goes_to_yaml_and_back():
     for name in c.presets():
         config = c.load(name)
         assert c.build(Config, c.parse_yaml(c.to_yaml(config), name)) == config
         if config.model.kind == "tokenformer":
             assert config.model.resolved().tau["qkv"][0] == pytest.approx(math.sqrt(config.model.segments("qkv")[0][0]))
+
+
+def test_the_key_on_is_text_though_yaml_reads_it_as_true():
+    assert parse_yaml("{on: image., at: {step: 3}, deep: [{on: yes}]}", "x") == {
+        "on": "image.", "at": {"step": 3}, "deep": [{"on": True}]
+    }  # fmt: skip

@@ -28,7 +28,6 @@ from tokenformer.strict import bounded, build, key, merge, need, override
 from tokenformer.strict import to_dict as to_dict
 from tokenformer.strict import to_yaml as to_yaml
 
-Theta = Literal["l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu"]
 Tokens = int | list[int]
 WIDE, LONG = 2**20, 2**30  # the largest width, and the largest number of rows, that a model may have
 PROJECTIONS = ("qkv", "proj", "ffn")
@@ -63,7 +62,9 @@ class ModelConfig:
     qkv_tokens: Tokens | None = key("parameter tokens of each of q, k, v; a list: one per segment", None, most=LONG)
     proj_tokens: Tokens | None = key("parameter tokens of the projection after attention", None, most=LONG)
     ffn_tokens: Tokens | None = key("parameter tokens of the feed-forward Pattention", None, most=LONG)
-    theta: Theta = key("Θ, the score normalisation", "l2_norm_gelu")
+    theta: Literal["l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu"] = key(
+        "Θ, the score normalisation (ops/pattention.py, THETAS)", "l2_norm_gelu"
+    )
     tau: dict[str, list[float]] = key(
         "the scale inside Θ, e.g. {ffn: [48.0]}: one number a segment; absent = √n", make=dict
     )

@@ -4,6 +4,7 @@ Unusual: sizes, depth and what YAML's aliases stand for are bounded, and a key t
 file can hang the reader, fill its memory or mean two things.
 """
 
+import itertools
 import json
 import os
 import re
@@ -101,6 +102,9 @@ def parse_yaml(text: str, where: str) -> Any:
 
     if len(text) > YAML_BYTES:
         raise UserError(f"{where} has {len(text):,} characters, more than the {YAML_BYTES:,} that a config may have")
+    depths = itertools.accumulate(1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", text))
+    if max(depths, default=0) > 200:  # PyYAML's time grows with the square of the depth
+        raise UserError(f"{where} is nested too deeply: write it flatter")
     try:
         loader = _loader()(text)
         node = loader.get_single_node()
@@ -140,6 +144,8 @@ def _loader() -> type:
             for name, _ in node.value:
                 if not isinstance(name, yaml.ScalarNode):
                     raise yaml.constructor.ConstructorError(None, None, "a key is not plain text", name.start_mark)
+                if name.tag == "tag:yaml.org,2002:bool":  # YAML reads the key `on` as true
+                    name.tag = "tag:yaml.org,2002:str"
                 if name.value in seen:
                     problem = f"key {shown(name.value)} stands twice"
                     raise yaml.constructor.ConstructorError(None, None, problem, name.start_mark)

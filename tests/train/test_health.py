@@ -5,7 +5,7 @@ import random
 import torch
 
 from tokenformer.config_train import TrainConfig
-from tokenformer.train.health import Guard
+from tokenformer.train.health import Guard, Spikes
 
 CPU = torch.device("cpu")
 
@@ -71,3 +71,11 @@ def test_state_survives():
     assert other.state_dict() == guard.state_dict() == {
         "scale": 2048.0, "good": 1, "patience": 1, "skipped": 2, "in_a_row": 0
     }  # fmt: skip
+
+
+def test_a_spike_moves_the_running_mean_no_further_than_its_limit():
+    spikes = Spikes(6.0)
+    for loss in [2.0, 2.1] * 20:
+        assert not spikes(loss)
+    assert spikes(1e6) and spikes.mean < 2.2
+    assert spikes(9.0)  # the one before it did not hide it

@@ -35,7 +35,7 @@ from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
 from tokenformer.train import checkpoint, growing, loggers
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
-from tokenformer.train.compile import choose_compiler, wrap
+from tokenformer.train.compile import allow_compilations, choose_compiler, wrap
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
@@ -125,6 +125,9 @@ class Trainer:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
+        for name in {name for stage in self.config.growth for name in stage.at} - {"step", "plateau", "patience"}:
+            if name != self.task.unit:
+                raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
         ranks, micro = self.place.degrees.pipeline, self.task.loader.micro_batches
         if micro % ranks:
             raise UserError(
@@ -139,6 +142,8 @@ class Trainer:
         self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
         torch.manual_seed(self.config.seed)
         done = len(self.grown.steps)
+        if self.compiler != "none":
+            allow_compilations(self.chain[done:])
         block = functools.partial(wrap, config=self.config.train, compiler=self.compiler)
         dtype = COMPUTE[self.config.train.precision]
         self.parallelizer = Parallelizer(self.build_model, self.place, self.device, dtype, block)
