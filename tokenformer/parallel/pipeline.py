@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from tokenformer.config_data import IGNORED
 from tokenformer.models import LanguageModel, Output
-from tokenformer.ops.cross_entropy import IGNORE
 from tokenformer.ops.rotary import angles
 from tokenformer.parallel.mesh import Place, stages
 
@@ -105,7 +105,7 @@ class Pipeline:
         first, last = 0 in self.parts, self.every - 1 in self.parts
         self.schedule.step(*([ids] if first else []), target=labels if last else None, losses=losses, **more)
         total = torch.stack([loss.detach() for loss in losses]).sum() / scale if last else torch.zeros_like(scale)
-        return self.place.sum(total, "pipeline"), (labels != IGNORE).sum()
+        return self.place.sum(total, "pipeline"), (labels != IGNORED).sum()
 
     def __call__(self, ids: Tensor, *, labels: Tensor, documents: Tensor | None = None) -> Output:
         """Compute the loss of one batch as the whole model would, stage after stage; every rank gets it."""
@@ -124,4 +124,4 @@ class Pipeline:
                 dist.send(x.contiguous(), group=group, group_dst=(number + 1) % self.ranks)
             else:
                 total = x[0]
-        return Output(loss_sum=self.place.sum(total.clone(), "pipeline"), count=(labels != IGNORE).sum())
+        return Output(loss_sum=self.place.sum(total.clone(), "pipeline"), count=(labels != IGNORED).sum())
