@@ -163,6 +163,16 @@ def test_a_plan_that_cannot_be_or_does_not_lead_to_the_checkpoint_is_refused_bef
             Trainer(tiny(other), tmp_path / "run", resume=True).run()
 
 
+def test_a_growth_that_the_run_does_not_come_to_is_said(tiny, tmp_path, capsys):
+    train(
+        tiny("growth=[{at: {step: 2}, ffn_tokens: 40}, {at: {tokens: 320}, ffn_tokens: 48}]", "steps=5"), tmp_path / "a"
+    )
+    said = capsys.readouterr().out
+    assert "the growth at tokens 320 does not happen: the last step is 5" in said and "at step 2 does" not in said
+    train(tiny("growth=[{at: {tokens: 319}, ffn_tokens: 48}]", "steps=6"), tmp_path / "b")
+    assert "does not happen" not in capsys.readouterr().out
+
+
 def test_a_run_is_grown_and_shrunk_like_a_folder(tiny, tmp_path):
     run = train(tiny(TWICE, "steps=20"), tmp_path / "run")
     text = str(Path(__file__).parents[1] / "data" / "alice.txt")

@@ -156,9 +156,13 @@ class Trainer:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})
-        for name in {name for stage in self.config.growth for name in stage.at} - {"step", "plateau", "patience"}:
-            if name != self.task.unit:
-                raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
+        steps, unit = self.config.steps, self.task.unit
+        ends = {"step": steps, unit: steps * self.task.units_per_step, "plateau": math.inf, "patience": math.inf}
+        for name, number in (at for stage in self.config.growth for at in stage.at.items()):
+            if name not in ends:
+                raise UserError(f"growth.at names {name}, but this task counts {unit}: give these, or a step")
+            if number >= ends[name]:
+                self.notes.append(f"the growth at {name} {number:g} does not happen: the last step is {steps}")
 
     def after_growth(self, done: int) -> dict[str, float]:
         """Freeze what the growth before this start froze; the share of the rate of what learns more slowly."""
