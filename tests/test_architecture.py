@@ -16,7 +16,7 @@ MAY = {
     "terminal": {"errors"},
     "strict": {"errors"},
     "config": {"strict", "errors"},
-    "ops": {"errors"},
+    "ops": {"config", "errors"},
     "models": {"ops", "config", "errors"},
     "growth": {"models", "config"} | OPEN,
     "data": {"config"} | OPEN,

@@ -59,6 +59,7 @@ def test_whole_floats_are_whole_numbers_and_a_base_is_laid_under(tmp_path):
         (SMALL, ["optimizer.eps=.nan"], "optimizer.eps is nan: give a small number"),
         (SMALL, ["train.clip=.inf"], "train.clip is inf: give 0 (off) or more"),
         (SMALL, ["model.layers=true"], "must be a whole number"),
+        (SMALL, ["optimizer.rate=true"], "optimizer.rate is True, but must be a number"),
         (SMALL, ["model.layers=2.5"], "must be a whole number"),
         (SMALL, ["model.layers=0"], "give a number above 0"),
         (SMALL, ["model.tied=1"], "must be true or false"),
@@ -161,6 +162,10 @@ def test_every_key_is_documented_where_it_is_declared():
 
     walk(Config)
     walk(LayerOverride)
+
+
+def test_what_says_nothing_is_not_written():
+    assert "{}" not in c.to_yaml(c.load("lm/150m", overrides=["data.path=set", "batch=8"]))
 
 
 def test_every_preset_loads_and_goes_to_yaml_and_back():

@@ -47,6 +47,40 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.fixture
+def disk(monkeypatch):
+    """What was made durable and what was renamed, in order, by inode: names change."""
+    done, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(("sync", os.fstat(file).st_ino)), sync(file))[-1])
+    for name in ("replace", "rename"):
+        move = getattr(os, name)
+
+        def moved(source, target, *args, move=move, **more):
+            done.append(("move", os.stat(source).st_ino))
+            return move(source, target, *args, **more)
+
+        monkeypatch.setattr(os, name, moved)
+    return done
+
+
+def test_the_bytes_of_a_file_are_on_the_disk_before_its_name(tmp_path, disk):
+    """After a power cut the name would lead to an empty file."""
+    write_text(tmp_path / "file", "content")
+    inode = (tmp_path / "file").stat().st_ino
+    assert disk.index(("sync", inode)) < disk.index(("move", inode))
+    assert ("sync", tmp_path.stat().st_ino) in disk[disk.index(("move", inode)) :]  # then the name itself
+
+
+def test_the_bytes_of_all_files_of_a_folder_are_on_the_disk_before_its_name(tmp_path, disk):
+    with atomic_folder(tmp_path / "out") as beside:
+        (beside / "sub").mkdir()
+        (beside / "one").write_text("1")
+        (beside / "sub" / "two").write_text("2")
+    end = disk.index(("move", (tmp_path / "out").stat().st_ino))
+    for name in ("one", "sub/two", MANIFEST):
+        assert ("sync", (tmp_path / "out" / name).stat().st_ino) in disk[:end], name
+
+
 @pytest.mark.parametrize("harm", ["change", "cut", "remove", "no manifest", "broken manifest", "empty manifest"])
 def test_a_harmed_folder_is_refused(tmp_path, harm):
     with atomic_folder(tmp_path / "out") as beside:

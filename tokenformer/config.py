@@ -27,7 +27,6 @@ from tokenformer.strict import build, key, merge, need, override, parse_yaml
 from tokenformer.strict import to_dict as to_dict
 from tokenformer.strict import to_yaml as to_yaml
 
-Theta = Literal["l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu"]
 Tokens = int | list[int]
 PROJECTIONS = ("qkv", "proj", "ffn")
 PROJECTION_OF = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}  # of a block's layers
@@ -61,7 +60,9 @@ class ModelConfig:
     qkv_tokens: Tokens | None = key("parameter tokens of each of q, k and v; a list gives one number a segment", None)
     proj_tokens: Tokens | None = key("parameter tokens of the projection after attention", None)
     ffn_tokens: Tokens | None = key("parameter tokens of the feed-forward Pattention", None)
-    theta: Theta = key("Θ, the score normalisation", "l2_norm_gelu")
+    theta: Literal["l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu"] = key(
+        "Θ, the score normalisation (ops/pattention.py, THETAS)", "l2_norm_gelu"
+    )
     tau: dict[str, list[float]] = key(
         "the scale inside Θ, e.g. {ffn: [48.0]}: one number a segment; absent = √n", make=dict
     )
@@ -185,6 +186,7 @@ class Config:
     """A whole configuration file."""
 
     model: ModelConfig = key("the model")
+    task: str | None = key("what is learned: language; absent = what model.of is", None)
     out: str | None = key("run folder where the command line names none", None)
     steps: int = key("optimizer steps of the run", 1000)
     batch: int | None = key("sequences of one step, over all ranks", None)

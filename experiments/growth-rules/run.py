@@ -95,8 +95,8 @@ class Job:
         out = self.model(tokens[:, :-1], labels=tokens[:, 1:])
         loss = out.loss_sum / out.count
         loss.backward()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        divisor, skip, _ = self.guard.check(gradients, loss, self.one)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        divisor, skip, _ = self.guard.check(norm, loss, self.one)
         self.optimizer.step(self.rates.index_select(0, self.counter)[0], divisor, skip)
         self.optimizer.zero_grad()
         self.losses.index_copy_(0, self.counter, loss.detach()[None])

@@ -149,3 +149,12 @@ def test_nothing_to_measure_and_a_window_beyond_the_context_are_refused(model):
         perplexity(model, [Document([1], 1)], 0, context=0)
     with pytest.raises(UserError, match="stride is 0"):
         perplexity(model, [Document([1], 1)], 0, stride=0)
+
+
+def test_many_documents_count_all_whatever_the_batch(model):
+    """More windows than are held back at once (128 batches)."""
+    documents = [Document([1 + i % 5, 7, 3], 3) for i in range(130)]
+    one, many = (perplexity(model, documents, 0, context=16, batch=batch) for batch in (1, 100))
+    assert one.nats == pytest.approx(many.nats) and one.nats == pytest.approx(
+        sum(by_hand(model, document.ids, 16, 16) for document in documents[:5]) * 26
+    )

@@ -25,6 +25,13 @@ def test_new_blocks_of_the_baselines_are_exact(kind):
     assert moved(double, bigger) <= 1e-12 and bigger.history[0]["new_layers"] == [1, 3, 5]
 
 
+def test_norms_of_a_new_block_begin_at_one():
+    model = lively(baseline("llama"))
+    bigger = grow(model, layers=4, positions="end")
+    norms = {name: p for name, p in bigger.named_parameters() if name.startswith("blocks.3.") and "norm" in name}
+    assert len(norms) == 2 and all(torch.equal(p, torch.ones_like(p)) for p in norms.values())
+
+
 @pytest.mark.parametrize(
     "shape", [config(), baseline(), baseline("llama")], ids=["tokenformer", "transformer", "llama"]
 )

@@ -113,3 +113,40 @@ def test_a_slice_is_a_view_of_the_first_segments():
     assert twice.config.ffn_tokens == [48, 12, 30]
     with pytest.raises(UserError, match="at least one"):
         slice(twice, segments=0)
+
+
+def test_a_small_ratio_leaves_one_token():
+    model = lively(config(qkv_tokens=4, proj_tokens=4, ffn_tokens=4))
+    small = shrink(model, random_ids(), ratio=0.1)
+    assert small.config.ffn_tokens == small.config.qkv_tokens == small.config.proj_tokens == 1
+
+
+def test_a_shrunk_model_keeps_its_compute_type_and_mode():
+    model = lively(config()).eval()
+    model.compute_dtype = torch.bfloat16
+    small = shrink(model, random_ids(), ratio=0.5)
+    assert small.compute_dtype is torch.bfloat16 and not small.training
+    assert shrink(model.train(), random_ids(), ratio=0.5).training
+
+
+def test_across_layers_shares_are_compared_not_sizes():
+    """The last layer's size moves no other layer's input, so only its own energies grow."""
+    model, ids = lively(config()), random_ids()
+    before = shrink(model, ids, ratio=0.5, across="model")
+    with torch.no_grad():
+        model.blocks[2].ffn.segments[0].value_tokens.mul_(100)
+    after = shrink(model, ids, ratio=0.5, across="model")
+    counts = [[total(s) for s in table(m.config)["ffn"]] for m in (before, after)]
+    assert counts[0] == counts[1]
+
+
+def test_across_layers_each_keeps_a_token():
+    """Layer 0 has many tokens of equal share, all below those of the others."""
+    model = lively(config(layers=2, ffn_tokens=8))
+    with torch.no_grad():
+        for layer, equal in ((0, 8), (1, 2)):  # two of layer 1 have nearly all of its energy
+            for tokens in model.blocks[layer].ffn.segments[0].parameters():
+                tokens[:equal] = tokens[0].clone()
+        model.blocks[1].ffn.segments[0].value_tokens[2:].mul_(1e-3)
+    small = shrink(model, random_ids(), ratio=0.1, across="model")
+    assert [total(s) for s in table(small.config)["ffn"]] == [1, 1]

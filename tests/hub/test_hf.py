@@ -384,3 +384,11 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(one):
         TokenFormerConfig(layers=1, dim=8, heads=2, qkv_token=3, proj_tokens=3, ffn_tokens=3)
     with pytest.raises(UserError, match="does not divide"):
         TokenFormerConfig(layers=1, dim=9, heads=2, qkv_tokens=3, proj_tokens=3, ffn_tokens=3)
+
+
+def test_no_cache_is_filled_while_activations_are_recomputed(one):
+    """Backward runs the blocks a second time, and would put their keys in a second time."""
+    model = one[1].train()
+    assert model(IDS, use_cache=True).past_key_values is not None
+    model.gradient_checkpointing_enable()
+    assert model(IDS, use_cache=True).past_key_values is None

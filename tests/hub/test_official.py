@@ -2,15 +2,17 @@
 
 import math
 import os
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tokenformer.config import LayerOverride, ModelConfig
+from tokenformer.config import load as load_preset
 from tokenformer.errors import UserError
 from tokenformer.hub import load, save
-from tokenformer.hub.official import refusal
+from tokenformer.hub.official import config_beside, refusal
 from tokenformer.hub.official_config import read_generation
 from tokenformer.hub.official_names import to_official
 from tokenformer.hub.open import read_config
@@ -60,6 +62,24 @@ def test_the_released_shapes_need_no_config(tmp_path):
     assert load(tmp_path / "m").config == config.resolved()
     (tmp_path / "m" / "config.json").write_text('{"architectures": ["TokenFormerForCausalLM"]}')
     assert load(tmp_path / "m").config == config.resolved()
+
+
+@pytest.mark.parametrize("preset", ["lm/150m", "lm/450m", "lm/900m", "lm/1.5b"])
+def test_heads_of_released_shapes_are_those_of_their_presets(preset, tmp_path):
+    released = load_preset(preset, overrides=["data.path=none", "batch=1"]).model
+    shape = {"layers": released.layers, "dim": released.dim, "vocab": 128, "qkv_tokens": 1, "proj_tokens": 1}
+    assert config_beside(tmp_path / "pytorch_model.bin", {**shape, "ffn_tokens": 1}).heads == released.heads
+
+
+def test_a_config_without_a_vocabulary_takes_that_of_the_tensors(golden_folder, tmp_path):
+    shutil.copytree(golden_folder / "softmax", tmp_path / "m")
+    text = (tmp_path / "m" / "config.yml").read_text()
+    rows = load(tmp_path / "m").config.vocab
+    (tmp_path / "m" / "config.yml").write_text(
+        "".join(line for line in text.splitlines(keepends=True) if "padded_vocab_size" not in line.replace("-", "_"))
+    )
+    assert text != (tmp_path / "m" / "config.yml").read_text()
+    assert load(tmp_path / "m").config.vocab == rows
 
 
 @pytest.mark.parametrize(

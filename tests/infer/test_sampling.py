@@ -117,3 +117,12 @@ def test_a_filter_that_temperature_0_would_ignore_is_refused_and_one_that_is_off
             Sampling(**keys)
     for keys in ({"top_k": 0, "top_p": 0.0, "min_p": 0.0}, {"top_k": 1}, {"top_p": 1.0}, {"min_p": 1.0}):
         assert Sampling(**keys).greedy
+
+
+def test_the_ends_of_the_ranges():
+    """min_p 1 keeps the most likely token; at 0 a filtered first token is not chosen."""
+    assert keep(torch.tensor([[1.0, 2.0]]), Sampling(temperature=1.0, min_p=1.0)).tolist() == [[-math.inf, 2.0]]
+    nothing = torch.zeros(1, dtype=torch.float64)
+    assert choose(torch.tensor([[-torch.inf, 0.0]]), Sampling(temperature=1.0), nothing).item() == 1
+    almost = torch.full((1,), 1 - 2.0**-53, dtype=torch.float64)
+    assert choose(torch.tensor([[0.0, 0.0]]), Sampling(temperature=1.0), almost).item() == 1

@@ -115,6 +115,7 @@ def test_any_shape_equals_the_formulas_written_again(layers, heads, quarter, tok
         ffn_tokens=tokens[3:],
         tau={"proj": [1.7]},
         layer_overrides={0: LayerOverride(ffn_tokens=tokens[:3])},
+        norm_eps=1e-2,  # not PyTorch's own
         vocab=64,
     )
     model = lively(LanguageModel(config)).double()

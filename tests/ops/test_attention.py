@@ -73,6 +73,14 @@ def test_rotary_depends_on_the_position_and_on_nothing_else(batch):
         torch.testing.assert_close(apart[b], rotate(x[b : b + 1], *angles(positions[b], 8, 10000.0, x.dtype))[0])
 
 
+def test_angles_of_half_precision_are_taken_in_fp32():
+    """8 bits cannot tell position 256 from 257."""
+    for dtype in (torch.bfloat16, torch.float16):
+        ours, exact = angles(torch.arange(600), 8, 1e4, dtype), angles(torch.arange(600), 8, 1e4, torch.float64)
+        for one, other in zip(ours, exact, strict=True):
+            assert one.dtype == torch.float32 and (one.double() - other).abs().max() < 1e-4
+
+
 def test_attention_scores_depend_on_the_distance_alone():
     q, k = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=1)
 

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tokenformer.ops.pattention import flops, pattention, pattention_group
+from tokenformer.config import ModelConfig
+from tokenformer.ops import pattention as ops
+from tokenformer.ops.pattention import bytes_moved, flops, pattention, pattention_group
 
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")
 
@@ -214,3 +217,11 @@ def test_compiles_as_one_graph(theta, backend, relative):
 def test_an_unknown_theta_is_refused():
     with pytest.raises(ValueError, match="theta is 'relu'"):
         pattention(rows(1, 5), make([3]), theta="relu")
+
+
+def test_the_config_and_the_table_know_the_same_thetas():
+    assert get_args(get_type_hints(ModelConfig)["theta"]) == tuple(ops.THETAS) == THETAS
+
+
+def test_the_fewest_bytes_are_those_of_input_output_keys_and_values():
+    assert bytes_moved(2, 3, 5, 7) == 2 * (2 * 3 + 2 * 5 + 7 * 3 + 7 * 5)

@@ -9,6 +9,7 @@ SHORT = [
 ODD = ["model.qkv_tokens=11", "model.proj_tokens=[7,9]", "model.ffn_tokens=[13,9,10]"]  # nothing divides
 ONE = ["model.qkv_tokens=11", "model.proj_tokens=9", "model.ffn_tokens=13"]
 THREE = ["model.qkv_tokens=[5,6,4]", "model.proj_tokens=[7,9,4]", "model.ffn_tokens=[13,9,10]"]
+EDGE = ["model.vocab=258"]  # the second rank's first id is byte 128, which every curly quote has: a label at the edge
 PLAIN = ["model.qkv_tokens=null", "model.proj_tokens=null", "model.ffn_tokens=null", "model.ffn_dim=37"]
 DEEP = ["model.layers=4"]
 GROW = [
@@ -79,7 +80,7 @@ RUNS: dict[str, Run] = {
         for name, (d, on) in EQUAL.items()
         for o in (ADAMW, MUON)
     },
-    "one-token2": run(LARGE, ONE, on=TWO),
+    "one-token2": run(LARGE, ONE, EDGE, on=TWO),
     "three-token2": run(LARGE, THREE, on=TWO),
     **{
         f"theta-{t}": run(LARGE, ODD, [f"model.theta={t}"], on=TWO) for t in ("gelu_l2_norm", "softmax", "l1_norm_gelu")

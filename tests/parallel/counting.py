@@ -37,12 +37,12 @@ def count(out: str, file: str, settings: list[str]) -> None:
     trainer = Trainer(load(file, overrides=settings), Path(out).with_suffix(""))
     trainer.build()
     place, task, found = trainer.place, trainer.task, {}
-    trainer.batches = task.batches()
+    trainer.batches = iter(task.loader)
     if trainer.layout.pipeline is not None:
         trainer.train_step()  # in the first one the stages tell each other their shapes
     elif trainer.config.train.activation_checkpointing == "none":  # what is made again confuses CommDebugMode
         with CommDebugMode() as comm:
-            loss, _ = task.loss(trainer.model, next(trainer.batches))
+            loss, _ = task.loss(trainer.model, task.on_device(next(trainer.batches)))
             found["forward"] = {str(k).split(".")[-1]: n for k, n in comm.get_comm_counts().items()}
         with CommDebugMode() as comm:
             loss.backward()

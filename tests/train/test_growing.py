@@ -110,13 +110,20 @@ def test_growth_by_tokens_seen_and_at_a_plateau(tiny, tmp_path):
     assert same(result(tmp_path / "plateau"), result(tmp_path / "parts"))
 
 
+def test_two_stages_due_at_one_step_grow_at_that_step(tiny, tmp_path):
+    plan = "growth=[{at: {step: 5}, ffn_tokens: 48}, {at: {step: 5}, qkv_tokens: 24}]"
+    run = train(tiny(plan, "steps=7", "schedule.steps=7"), tmp_path / "run")
+    grown = [row["step"] for row in read_rows(tmp_path / "run") if row.get("what") == "growth"]
+    assert grown == [5, 5] and run.model.config.qkv_tokens == [16, 8]
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_old_tokens_may_be_frozen_or_slow_also_after_resume(tiny, tmp_path, kind):
     name = "blocks.0.ffn.segments.0.key_tokens"
     moved = {}
     for share in (0, 0.25, 1):
         settings = [f"optimizer.kind={kind}", f"growth=[{{at: {{step: 10}}, ffn_tokens: 48, old_tokens: {share}}}]"]
-        settings += ["checkpoint.keep=0", "optimizer.weight_decay=0", "schedule.kind=constant", "steps=11"]
+        settings += ["checkpoint.keep=0", "optimizer.weight_decay=1", "schedule.kind=constant", "steps=11"]
         folder = tmp_path / f"{share}"
         train(tiny(*settings), folder)
         steps = all_steps(folder)

@@ -5,7 +5,7 @@ import random
 import torch
 
 from tokenformer.config_train import TrainConfig
-from tokenformer.train.health import Guard
+from tokenformer.train.health import Guard, Spikes
 
 CPU = torch.device("cpu")
 
@@ -47,19 +47,19 @@ def test_overflows_of_fp16_count_against_the_run_only_when_the_scale_can_fall_no
 
 def test_check_gives_the_true_norm_and_a_divisor_that_clips():
     guard = Guard(TrainConfig(precision="fp16", loss_scale=4, clip=1.0), CPU)
-    divisor, skip, norm = guard.check([torch.tensor([3.0, 4.0]) * 8], torch.tensor(1.0), torch.tensor(2.0))
+    divisor, skip, norm = guard.check(torch.tensor(5.0) * 8, torch.tensor(1.0), torch.tensor(2.0))
     assert norm == 5 and skip == 0 and divisor == 4 * 2 * 5
-    divisor, skip, norm = guard.check([torch.tensor([0.3, 0.4]) * 8], torch.tensor(1.0), torch.tensor(2.0))
+    divisor, skip, norm = guard.check(torch.tensor(0.5) * 8, torch.tensor(1.0), torch.tensor(2.0))
     torch.testing.assert_close(norm, torch.tensor(0.5))
     assert divisor == 8
 
 
 def test_a_non_finite_gradient_or_loss_is_skipped():
     guard = Guard(TrainConfig(precision="bf16"), CPU)
-    fine, one = torch.ones(3), torch.tensor(1.0)
-    assert guard.check([fine], one, one)[1] == 0
-    assert guard.check([fine, torch.tensor([torch.inf])], one, one)[1] == 1
-    assert guard.check([fine], torch.tensor(torch.nan), one)[1] == 1
+    one = torch.tensor(1.0)
+    assert guard.check(one, one, one)[1] == 0
+    assert guard.check(torch.tensor(torch.inf), one, one)[1] == 1
+    assert guard.check(one, torch.tensor(torch.nan), one)[1] == 1
 
 
 def test_state_survives():
@@ -71,3 +71,11 @@ def test_state_survives():
     assert other.state_dict() == guard.state_dict() == {
         "scale": 2048.0, "good": 1, "patience": 1, "skipped": 2, "in_a_row": 0
     }  # fmt: skip
+
+
+def test_a_spike_moves_the_running_mean_no_further_than_its_limit():
+    spikes = Spikes(6.0)
+    for loss in [2.0, 2.1] * 20:
+        assert not spikes(loss)
+    assert spikes(1e6) and spikes.mean < 2.2
+    assert spikes(9.0)  # the one before it did not hide it

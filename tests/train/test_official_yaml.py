@@ -71,7 +71,7 @@ def test_the_batch_of_the_first_start_is_held(shared, official_set, tmp_path):
     again = read_config(file, overrides=[*common, "micro_batch=4", "steps=3"], training=True)
     trainer = Trainer(again, tmp_path / "run", resume=True)
     trainer.run()
-    assert trainer.config.batch == 8 and trainer.task.micro_batches == 2
+    assert trainer.config.batch == 8 and trainer.task.loader.micro_batches == 2
     overridden = read_config(file, overrides=["batch=1024"], training=True)
     assert with_batch_sizes(overridden, world=8).batch == 1024
     assert with_batch_sizes(read_config(file, training=True), world=8).batch == 32 * 4 * 8

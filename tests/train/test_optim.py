@@ -39,9 +39,10 @@ def test_muon_is_its_ten_line_float64_reference_over_several_steps():
     optimizer = Optimizer(model.named_parameters(), config)
     expected = {n: (p.detach().clone(), torch.zeros_like(p)) for n, p in optimizer.matrices.items()}
     assert len({p.shape for p in optimizer.matrices.values()}) == 4  # wide and tall ones
-    for step in range(3):
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):  # other gradients each time: collinear ones would hide how momentum and gradient are mixed
         for name, p in optimizer.matrices.items():
-            p.grad = p.grad * (step + 1)
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
             expected[name] = muon_reference(expected[name][0], p.grad, expected[name][1], 0.02, config)
         optimizer.step(0.02, ONE, GO)
     for name, p in optimizer.matrices.items():
@@ -103,7 +104,11 @@ def test_adamw_is_torchs_with_decay_on_everything_but_norms():
     plain, decayed = [theirs.norm.weight, theirs.norm.bias], [p for p in theirs.parameters() if p.ndim == 2]
     groups = [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.1}]
     reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
-    for _ in range(3):
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):  # other gradients each time: of equal ones AdamW takes the same step whatever its betas
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
         optimizer.step(1e-2, ONE, GO)
         reference.step()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -37,3 +37,16 @@ def test_stable_means_stable_and_the_decay_is_a_line():
 def test_constant_and_an_own_length():
     assert {factor(ScheduleConfig(kind="constant", warmup=0), s, 10) for s in range(30)} == {1.0}
     assert factor(ScheduleConfig(kind="linear", warmup=0, floor=0, steps=200), 100, 1000) == pytest.approx(0.5)
+
+
+def test_a_decay_longer_than_what_the_warm_up_leaves_begins_at_its_end():
+    """From the peak: the rate must not fall in one step."""
+    schedule = ScheduleConfig(kind="wsd", warmup=50, decay=80, floor=0.0)
+    values = [factor(schedule, step, 100) for step in range(101)]
+    assert values[50] == 1.0 and values[75] == pytest.approx(0.5) and values[100] == 0
+
+
+def test_below_1_is_a_share_of_the_run_and_1_is_one_step():
+    assert factor(ScheduleConfig(kind="constant", warmup=1), 5, 100) == 1.0
+    assert factor(ScheduleConfig(kind="constant", warmup=0.5), 25, 100) == 0.5
+    assert factor(ScheduleConfig(kind="wsd", warmup=0, decay=1, floor=0.0), 99, 100) == 1.0

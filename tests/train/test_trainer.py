@@ -9,14 +9,17 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.train.conftest import result, same
+from tests.train.conftest import TEXT, result, same
+from tokenformer.cli.main import main
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, check_manifest
 from tokenformer.hub import save
 from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.run_folder import all_steps, newest_whole
 from tokenformer.models import LanguageModel
+from tokenformer.train.checkpoint import read_state
 from tokenformer.train.report import read_rows
+from tokenformer.train.schedule import factor
 from tokenformer.train.trainer import Trainer
 
 
@@ -44,15 +47,56 @@ def test_training_learns(tiny, tmp_path, kind):
     assert len(validation) == 1 and abs(validation[0] - last) < 0.6
 
 
-def test_gradients_are_normalised_by_all_labels_of_a_step(tiny, tmp_path):
+@pytest.fixture(scope="module")
+def ignoring(tmp_path_factory) -> list[str]:
+    """Settings: every word a document, and the labels between two of them ignored."""
+    out = tmp_path_factory.mktemp("words")
+    how = ["--name", "words", "--tokenizer", "byte", "--separator", " ", "--workers", "1"]
+    assert not main(["prepare", str(TEXT), "--out", str(out), *how])
+    return [f"data.path={out / 'words'}", "data.boundaries=true", "data.boundary_labels=ignore"]
+
+
+def test_gradients_are_normalised_by_all_labels_of_a_step(tiny, ignoring, tmp_path):
     """With labels ignored at document boundaries the micro-batches count differently; only their sum matters."""
     one, four = (
-        train(tiny("batch=4", f"micro_batch={m}", "steps=5", "data.boundaries=true", "data.boundary_labels=ignore",
-                   "optimizer.kind=adamw"), tmp_path / str(m))
-        for m in (4, 1)
-    )  # fmt: skip
+        train(tiny(*ignoring, f"micro_batch={m}", "steps=5", "optimizer.kind=adamw"), tmp_path / str(m)) for m in (4, 1)
+    )
     for (name, p), q in zip(one.model.named_parameters(), four.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=2e-4, atol=2e-5, msg=name)
+
+
+def test_the_norm_of_a_step_is_that_of_the_mean_over_the_labels_that_count(tiny, ignoring, tmp_path):
+    """AdamW and Muon hide the length of a gradient; the logged norm and clipping show it."""
+    config = tiny(*ignoring, "steps=1", "log.every=1")
+    train(config, tmp_path / "run")
+    logged = next(row["norm"] for row in read_rows(tmp_path / "run") if row["kind"] == "train")
+    trainer = Trainer(config, tmp_path / "other")  # the same first model and batch
+    trainer.build()
+    model, total, count = trainer.model, torch.zeros(()), 0
+    batches = iter(trainer.task.loader)
+    for batch in (next(batches), next(batches)):
+        ids, labels, documents = (torch.as_tensor(x).long() for x in (batch.ids, batch.labels, batch.documents))
+        out = model(ids, labels=labels, documents=documents)
+        total, count = total + out.loss_sum, count + int(out.count)
+    assert 0 < count < 4 * 16  # some labels are ignored
+    (total / count).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    assert logged == pytest.approx(norm, rel=1e-5)
+
+
+def test_the_logged_rate_is_the_one_the_step_was_taken_with(tiny, tmp_path):
+    config = tiny("log.every=1", "steps=12", "schedule.steps=12")
+    train(config, tmp_path / "run")
+    rows = [row for row in read_rows(tmp_path / "run") if row["kind"] == "train"]
+    expected = [4e-3 * factor(config.schedule, step, 12) for step in range(12)]
+    assert [row["rate"] for row in rows] == pytest.approx(expected) and len(set(expected)) > 9
+
+
+def test_a_checkpoint_keeps_all_that_a_run_must_remember(tiny, tmp_path):
+    train(tiny("steps=3"), tmp_path / "run")
+    state = read_state(newest_whole(tmp_path / "run"))
+    assert state.keys() >= {"step", "guard", "spikes", "totals", "loader", "growth"}
+    assert state["spikes"]["seen"] == 3 and state["loader"]["samples_seen"] == 12
 
 
 class Reads(TorchDispatchMode):

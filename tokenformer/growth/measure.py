@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.models import LanguageModel, Pattention
-from tokenformer.models.layers import Segment
+from tokenformer.models.layers import THETAS, Segment
 
 KIND = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}
 Where = tuple[int, str, int]  # layer, projection, segment
@@ -68,6 +67,4 @@ def mass(score_TN: Tensor, theta: str) -> Tensor:
     """
     if theta == "softmax":
         return score_TN.softmax(-1)
-    if theta == "l1_norm_gelu":
-        return score_TN.abs()
-    return (F.gelu(score_TN) if theta == "gelu_l2_norm" else score_TN).square()
+    return THETAS[theta].mass(THETAS[theta].before(score_TN))

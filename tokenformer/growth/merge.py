@@ -15,6 +15,7 @@ from tokenformer.growth.plan import rms
 from tokenformer.growth.shape import Segments, sizes, table, total, with_table
 from tokenformer.growth.verify import loss
 from tokenformer.models import LanguageModel
+from tokenformer.models.layers import THETAS
 from tokenformer.strict import need
 
 
@@ -81,13 +82,12 @@ def rescaled(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Keys and values under one normalisation with τ² = Στ², such that each row comes out as before in the mean."""
     square, whole = sum(t * t for t in taus), sum(sums)
-    if theta in ("l2_norm_gelu", "l1_norm_gelu"):  # free of the common scale of keys: τ² of each share of the sum
-        power = 0.5 if theta == "l2_norm_gelu" else 1.0
+    power = THETAS[theta].power
+    if THETAS[theta].scale_free:  # τ² of each share of the sum
         scales = [(t * t / max(s, 1e-300)) ** power for t, s in zip(taus, sums, strict=True)]
         new = [k * c for k, c in zip(keys, scales, strict=True)]
         common = rms(keys) / max(rms(new), 1e-300)  # as large as they were, for an optimizer that goes on
         return [k * common for k in new], values
-    power = 0.5 if theta == "gelu_l2_norm" else 1.0
     ratio = [(t * t * whole / max(s * square, 1e-300)) ** power for t, s in zip(taus, sums, strict=True)]
     return keys, [v * c for v, c in zip(values, ratio, strict=True)]
 

@@ -139,6 +139,10 @@ class LanguageModel(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
+    def trunks(self) -> dict[str, "LanguageModel"]:
+        """The parts that have blocks, by the prefix of their parameters: here the model itself."""
+        return {"": self}
+
     def head_rows(self, hidden: Tensor) -> Tensor:
         """The output head's rows, where `hidden` is and in its type."""
         weight_WD = self.head_weight

@@ -9,7 +9,8 @@ import importlib
 import itertools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,37 @@ from torch import Tensor
 
 from tokenformer.errors import UserError
 
-THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")
 BACKENDS = ("auto", "reference", "triton")
 CHOICE = os.environ.get("TOKENFORMER_PATTENTION", "auto")  # what computes it where a call does not say
 INTERPRETED = ("1", "true", "yes", "on", "y")  # what Triton takes for a yes
 MISSING = "triton is not installed: pip install 'tokenformer[kernels]'"
 Segments = Sequence[tuple[Tensor, Tensor, float]]  # keys (N, D), values (N, E), τ
+
+
+def _as_it_is(score_TN: Tensor) -> Tensor:
+    return score_TN
+
+
+class Theta(NamedTuple):
+    """Θ(a) = after(before(a) · τ^2p / (Σ mass(before(a)))^p), p being `power`, the sum over a segment's tokens."""
+
+    before: Callable[[Tensor], Tensor]
+    mass: Callable[[Tensor], Tensor]
+    power: float
+    after: Callable[[Tensor], Tensor]
+
+    @property
+    def scale_free(self) -> bool:
+        """Whether a common factor of a segment's keys changes nothing."""
+        return self.before is _as_it_is
+
+
+THETAS = {
+    "l2_norm_gelu": Theta(_as_it_is, torch.square, 0.5, F.gelu),
+    "gelu_l2_norm": Theta(F.gelu, torch.square, 0.5, _as_it_is),
+    "softmax": Theta(torch.exp, _as_it_is, 1.0, _as_it_is),  # computed by logarithms: exponentials overflow
+    "l1_norm_gelu": Theta(_as_it_is, torch.abs, 1.0, F.gelu),
+}
 
 
 def pattention(
@@ -88,12 +114,10 @@ def normalise(
         return score_TN.masked_fill(~count_TN & some, -torch.inf).softmax(-1) * count_TN * tau**2
     if count_TN is not None:
         score_TN = score_TN.masked_fill(~count_TN, 0)  # adds nothing to any norm, and gelu(0) = 0
-    if theta == "gelu_l2_norm":
-        score_TN = F.gelu(score_TN)
-    total_T1 = _total(score_TN, theta) if total_T1 is None else total_T1
-    if theta == "gelu_l2_norm":
-        return score_TN * _over(total_T1, tau, 0.5)
-    return F.gelu(score_TN * (_over(total_T1, tau**2, 1.0) if theta == "l1_norm_gelu" else _over(total_T1, tau, 0.5)))
+    how = _find(theta)
+    score_TN = how.before(score_TN)
+    total_T1 = how.mass(score_TN).sum(-1, keepdim=True) if total_T1 is None else total_T1
+    return how.after(score_TN * _over(total_T1, tau ** (2 * how.power), how.power))
 
 
 def statistic(score_TN: Tensor, theta: str) -> Tensor:
@@ -101,17 +125,14 @@ def statistic(score_TN: Tensor, theta: str) -> Tensor:
     score_TN = score_TN.to(torch.promote_types(score_TN.dtype, torch.float32))
     if theta == "softmax":
         return score_TN.logsumexp(-1, keepdim=True)
-    return _total(F.gelu(score_TN) if theta == "gelu_l2_norm" else score_TN, theta)
+    how = _find(theta)
+    return how.mass(how.before(score_TN)).sum(-1, keepdim=True)
 
 
-def _total(score_TN: Tensor, theta: str) -> Tensor:
-    _check_theta(theta)
-    return (score_TN.abs() if theta == "l1_norm_gelu" else score_TN.square()).sum(-1, keepdim=True)
-
-
-def _check_theta(theta: str) -> None:
+def _find(theta: str) -> Theta:
     if theta not in THETAS:
         raise ValueError(f"theta is '{theta}', not one of {', '.join(THETAS)}")
+    return THETAS[theta]
 
 
 def _over(total_T1: Tensor, scale: float, power: float) -> Tensor:
@@ -169,7 +190,7 @@ def _installed() -> bool:
 
 def fused(x_TD: Tensor, members: Sequence[Segments], theta: str, **how) -> list[Tensor]:
     """`pattention_group` by kernels; what else they can do: ops/kernels/pattention.py."""
-    _check_theta(theta)
+    _find(theta)
     for key_ND, value_NE, _ in itertools.chain(*members):
         if len(key_ND) != len(value_NE):
             raise ValueError(f"a segment has {len(key_ND)} keys and {len(value_NE)} values: give as many of each")

@@ -133,9 +133,10 @@ class Layout:
         self.own = own
         self.twice = {n for n in own if self.holders.get(n, place.pipeline) != place.pipeline}  # an earlier stage's too
         self.both = {"embedding.weight"} & own.keys() if holders and model.config.tied else set()  # on both ends
+        self.numbers = {name for name, p in own.items() if not p.ndim}  # which FSDP does not split: on every rank
 
-    def gradients(self) -> list[Tensor]:
-        """Of the last backward passes, summed over ranks, as this rank's parts."""
+    def collect_gradients(self) -> None:
+        """Give each of `named` its part of the gradient of the last backward passes, summed over ranks."""
         for name, parameter in self.own.items():
             plain = self.named[name]
             if plain is not parameter:
@@ -144,16 +145,18 @@ class Layout:
         for name in self.both:  # a tied embedding: what it got as an embedding, and as a head
             if (gradient := self.named[name].grad) is not None:
                 dist.all_reduce(gradient, group=self.place.groups["ends"])
-        return [p.grad for p in self.named.values() if p.grad is not None]
+        for name in self.numbers:
+            if (gradient := self.named[name].grad) is not None:
+                self.place.sum(gradient)
 
     def clear(self) -> None:
         for parameter in self.own.values():
             parameter.grad = None
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of the whole gradient."""
+    def norm(self) -> Tensor:
+        """Return the norm of the whole gradient, after `collect_gradients`."""
         if self.place.alone:
-            return torch.nn.utils.get_total_norm(gradients)
+            return torch.nn.utils.get_total_norm([p.grad for p in self.named.values() if p.grad is not None])
         once = [p.grad for name, p in self.named.items() if p.grad is not None and self._counts(name)]
         device = self.place.mesh.device_type if self.place.mesh is not None else "cpu"
         own = torch.nn.utils.get_total_norm(once) if once else torch.zeros(())
@@ -161,6 +164,8 @@ class Layout:
 
     def _counts(self, name: str) -> bool:
         """A part that several ranks hold counts on the first of them."""
+        if name in self.numbers:
+            return self.place.shard == 0 and self.place.token == 0
         return name not in self.twice and (self.splits[name].dim is not None or self.place.token == 0)
 
     def box_of(self, split: Split) -> Box:

@@ -76,7 +76,14 @@ def stages(d: Degrees, config: ParallelConfig) -> int:
 
 
 def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
-    """Refuses a model that cannot be laid out like this."""
+    """Refuse a model that cannot be laid out like this."""
+    if model.of != "language" or model.trunks:
+        need(
+            d.pipeline * d.token == 1,
+            f"parallel.pipeline is {d.pipeline} and parallel.token {d.token}, but both are for language models alone: "
+            "leave them out, and use parallel.shard or parallel.replicate",
+        )
+        return
     twice = " (two a rank when interleaved)" if stages(d, config) > d.pipeline else ""
     need(
         stages(d, config) <= model.layers,

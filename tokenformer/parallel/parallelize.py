@@ -1,81 +1,99 @@
-"""A model on the meta device → laid over the ranks: token → pipeline → per-block wrapping → values → shard.
+"""Config → model on the meta device → laid over the ranks: token → pipeline → per-block wrapping → values → shard.
 
 Unusual: a block is made, filled with this rank's part of each whole parameter and sharded before the next one is made,
 so that no rank ever holds more than its share and one block.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
 
-from tokenformer.models import LanguageModel
+from tokenformer.config import ModelConfig
 from tokenformer.parallel.layout import Layout, Split
 from tokenformer.parallel.mesh import Place
 from tokenformer.parallel.pipeline import Pipeline, cut, holders
 from tokenformer.parallel.token import split_tokens
 
-Source = Callable[[str, tuple[int, ...]], Tensor]  # a whole parameter's values by name and shape
+Build = Callable[[ModelConfig], Any]  # config → model
+Values = Callable[[str, tuple[int, ...]], Tensor]  # a whole parameter's values by name and shape
+Wrap = Callable[[nn.Module], None]  # what is done to each block before it is sharded
 
 
-def parallelize(
-    model: LanguageModel, place: Place, device: torch.device, source: Source | None, wrap: Callable[[nn.Module], None]
-) -> Layout:
-    """`source` gives the first values (None: they come later); `wrap` is what is done to each block before sharding."""
-    splits = {name: Split(tuple(p.shape)) for name, p in model.named_parameters()}
-    if place.alone:
-        model.to_empty(device=device)
-        fill(model, "", splits, place, source)
-        for block in model.blocks:
-            wrap(block)
+class Parallelizer:
+    """Lays out every model of a run: the first one, the one of a checkpoint, and those that grow from it."""
+
+    def __init__(self, build: Build, place: Place, device: torch.device, dtype: torch.dtype | None, wrap: Wrap) -> None:
+        """`dtype` is what the models compute in; None: in that of their parameters."""
+        self.build, self.place, self.device, self.dtype, self.wrap = build, place, device, dtype, wrap
+
+    def make(self, config: ModelConfig, values: Values | None) -> Layout:
+        """Return the model of a config, laid over the ranks. Without `values` they come later (from a checkpoint)."""
+        place = self.place
+        with torch.device("meta"):
+            model = self.build(config)
+        for part in (model, *model.trunks().values()):
+            part.compute_dtype = self.dtype
+        splits = {name: Split(tuple(p.shape)) for name, p in model.named_parameters()}
+        if place.alone:
+            model.to_empty(device=self.device)
+            fill(model, "", splits, place, values)
+            return self.wrap_in_place(model)
+        if place.degrees.token > 1:
+            splits = split_tokens(model, place)
+        if place.degrees.pipeline > 1:
+            held, parts = holders(model, place), cut(model, place)
+            for part in parts:
+                self._lay(part, splits, values)
+            return Layout(parts[0], place, splits, parts, held, Pipeline(parts, place, self.device))
+        self._lay(model, splits, values)
         return Layout(model, place, splits)
-    if place.degrees.token > 1:
-        splits = split_tokens(model, place)
-    if place.degrees.pipeline > 1:
-        held, parts = holders(model, place), cut(model, place)
-        for part in parts:
-            lay(part, splits, place, device, source, wrap)
-        return Layout(parts[0], place, splits, parts, held, Pipeline(parts, place, device))
-    lay(model, splits, place, device, source, wrap)
-    return Layout(model, place, splits)
 
+    def wrap_in_place(self, model: Any) -> Layout:
+        """Return the layout of a model that has its values, in one process."""
+        for trunk in model.trunks().values():
+            for block in trunk.blocks:
+                self.wrap(block)
+        return Layout(model, self.place)
 
-def lay(
-    model: LanguageModel,
-    splits: dict[str, Split],
-    place: Place,
-    device: torch.device,
-    source: Source | None,
-    wrap: Callable[[nn.Module], None],
-) -> None:
-    """Block by block, then the rest."""
-    for name, block in model.blocks.named_children():
-        block.to_empty(device=device)
-        fill(block, f"blocks.{name}.", splits, place, source)
-        wrap(block)
-        shard(block, place, model.compute_dtype)
-    for name, child in model.named_children():
-        if name != "blocks":
-            child.to_empty(device=device)
-            fill(child, f"{name}.", splits, place, source)
-    shard(model, place, None, root=True)
+    def _lay(self, model: Any, splits: dict[str, Split], values: Values | None) -> None:
+        """Each block of each trunk, then what lies outside the blocks, which the root holds."""
+        inside: set[nn.Module] = set()
+        for prefix, trunk in model.trunks().items():
+            for name, block in trunk.blocks.named_children():
+                block.to_empty(device=self.device)
+                fill(block, f"{prefix}blocks.{name}.", splits, self.place, values)
+                self.wrap(block)
+                shard(block, self.place, self.dtype)
+                inside |= set(block.modules())
+        for name, module in model.named_modules():
+            if module not in inside:
+                module.to_empty(device=self.device, recurse=False)
+                fill(module, f"{name}." if name else "", splits, self.place, values, recurse=False)
+        shard(model, self.place, None, root=True)
 
 
 @torch.no_grad()
-def fill(module: nn.Module, prefix: str, splits: dict[str, Split], place: Place, source: Source | None) -> None:
-    """Each parameter gets its part of the whole (as the token degree cuts it; FSDP has not cut yet)."""
-    if source is None:
+def fill(
+    module: nn.Module, prefix: str, splits: dict[str, Split], place: Place, values: Values | None, recurse: bool = True
+) -> None:
+    """Give each parameter its part of the whole (as the token degree cuts it; FSDP has not cut yet)."""
+    if values is None:
         return
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(recurse=recurse):
         split = splits[prefix + name]
-        parameter.copy_(source(prefix + name, split.shape)[split.box(place.token, 0, 1)])
+        parameter.copy_(values(prefix + name, split.shape)[split.box(place.token, 0, 1)])
 
 
 def shard(module: nn.Module, place: Place, dtype: torch.dtype | None, root: bool = False) -> None:
     """FSDP2 over the ranks that see other data: split over `shard`, copied over `replicate`, gradients summed.
 
     Blocks are gathered in the type they compute in, which is what they would be cast to; what the root holds is not.
+    FSDP splits neither single numbers (every rank holds them, and `Layout` sums their gradients) nor the empty parts of
+    segments that are whole elsewhere.
     """
     c, d, mesh = place.config, place.degrees, place.mesh
     assert mesh is not None
@@ -83,16 +101,16 @@ def shard(module: nn.Module, place: Place, dtype: torch.dtype | None, root: bool
         return
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if c.offload else OffloadPolicy()
-    again = c.reshard_after_forward and not root
-    empty = {p for p in module.parameters() if not p.numel()}  # of segments that are whole elsewhere
     laid = fully_shard(
         module,
         mesh=mesh["replicate", "shard"] if d.replicate > 1 else mesh["shard"],
-        reshard_after_forward=again,
+        reshard_after_forward=c.reshard_after_forward and not root,
         mp_policy=policy,
         offload_policy=offload,
-        ignored_params=empty,
+        ignored_params={p for p in module.parameters() if not p.ndim or not p.numel()},
     )
     assert isinstance(laid, FSDPModule)
     laid.set_gradient_divide_factor(1.0)
     laid.set_force_sum_reduction_for_comms(True)
+    for name in getattr(module, "entries", ()):  # other methods than forward by which a task enters the model
+        register_forward(module, name)

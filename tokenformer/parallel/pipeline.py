@@ -5,7 +5,7 @@ and its two gradients are added. The schedules are PyTorch's own.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from tokenformer.models import LanguageModel
-from tokenformer.ops.cross_entropy import IGNORE
+from tokenformer.config_data import IGNORED
+from tokenformer.models import LanguageModel, Output
 from tokenformer.ops.rotary import angles
 from tokenformer.parallel.mesh import Place, stages
-
-Batch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels, documents
 
 
 class Stage(LanguageModel):
@@ -94,24 +92,25 @@ class Pipeline:
             return ScheduleInterleaved1F1B(parts, **how)  # pyrefly: ignore
         return (ScheduleGPipe if self.place.config.schedule == "gpipe" else Schedule1F1B)(parts[0], **how)
 
-    def gradients(self, batches: Sequence[Batch], scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a step's micro-batches, which are of one size; their loss sum and labels, on every rank."""
+    def gradients(self, batches: Sequence[Mapping[str, Tensor]], scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of a step's micro-batches, which are of one size.
+
+        Return the sum of their losses and the number of labels that count, on every rank.
+        """
         self.scale = scale
         self.schedule = self.schedule or self._prepare(len(batches))
-        ids, labels, documents = (None if p[0] is None else torch.cat(p) for p in zip(*batches, strict=True))  # pyrefly: ignore
-        assert labels is not None
-        more = {"labels": labels} if documents is None else {"labels": labels, "documents": documents}
+        more = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        ids, labels = more.pop("ids"), more["labels"]
         losses: list[Tensor] = []
         first, last = 0 in self.parts, self.every - 1 in self.parts
         self.schedule.step(*([ids] if first else []), target=labels if last else None, losses=losses, **more)
         total = torch.stack([loss.detach() for loss in losses]).sum() / scale if last else torch.zeros_like(scale)
-        return self.place.sum(total, "pipeline"), (labels != IGNORE).sum()
+        return self.place.sum(total, "pipeline"), (labels != IGNORED).sum()
 
-    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss sum and labels of one batch, on every rank; stage after stage."""
-        x, labels, documents = batch
-        dtype, group = next(iter(self.parts.values())).compute_dtype or torch.get_default_dtype(), None
-        group = self.place.groups["pipeline"]
+    def __call__(self, ids: Tensor, *, labels: Tensor, documents: Tensor | None = None) -> Output:
+        """Compute the loss of one batch as the whole model would, stage after stage; every rank gets it."""
+        x, group = ids, self.place.groups["pipeline"]
+        dtype = next(iter(self.parts.values())).compute_dtype or torch.get_default_dtype()
         total = torch.zeros((), device=self.device)
         for number in range(self.every):
             part = self.parts.get(number)
@@ -125,4 +124,4 @@ class Pipeline:
                 dist.send(x.contiguous(), group=group, group_dst=(number + 1) % self.ranks)
             else:
                 total = x[0]
-        return self.place.sum(total.clone(), "pipeline"), (labels != IGNORE).sum()
+        return Output(loss_sum=self.place.sum(total.clone(), "pipeline"), count=(labels != IGNORED).sum())

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tokenformer.config_data import IGNORED
 from tokenformer.models import LanguageModel, Pattention
 from tokenformer.models.layers import MLP, Attention, Block, Linear, project
-from tokenformer.ops.cross_entropy import IGNORE, LOGITS, linear_cross_entropy
+from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy
 from tokenformer.ops.pattention import Segments, normalise, statistic
 from tokenformer.parallel.layout import Split
 from tokenformer.parallel.mesh import Place
@@ -244,7 +245,7 @@ def split_cross_entropy(hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor, 
     own = torch.stack([logits_TW.logsumexp(-1), label_T])
     every_R2T = cast(Tensor, Line.apply(own, team.group, team.ranks, team.rank))
     loss_T = every_R2T[:, 0].logsumexp(0) - every_R2T[:, 1].sum(0)
-    return loss_T.masked_fill(labels_T == IGNORE, 0).sum()
+    return loss_T.masked_fill(labels_T == IGNORED, 0).sum()
 
 
 # which rank holds what

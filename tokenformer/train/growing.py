@@ -14,16 +14,15 @@ from tokenformer.config_growth import GrowthStage
 from tokenformer.growth import Plan, follow, plan
 from tokenformer.growth.model import disturb
 from tokenformer.growth.state import warning
-from tokenformer.models import LanguageModel
 from tokenformer.parallel.layout import Layout, Wholes
+from tokenformer.parallel.parallelize import Build, Parallelizer
 from tokenformer.train.optim import Optimizer
-from tokenformer.train.task import LanguageTask
 
 State = dict[str, dict[str, Tensor]]  # an optimizer's, by parameter name
 
 
 def grow(
-    layout: Layout, optimizer: Optimizer, stage: GrowthStage, number: int, seed: int, task: LanguageTask
+    layout: Layout, optimizer: Optimizer, stage: GrowthStage, number: int, seed: int, parallelizer: Parallelizer
 ) -> tuple[Layout, Optimizer, str | None]:
     """The next model of the run, its optimizer, and a sentence where something should be known about them."""
     before = layout.model.config
@@ -33,18 +32,20 @@ def grow(
         bigger = follow(layout.model, growth, share=True)
         for name, parameter in bigger.named_parameters():
             disturb(name, parameter, growth, stage.noise)
-        new, state = task.dress(bigger), growth.state(old)
+        new, state = parallelizer.wrap_in_place(bigger), growth.state(old)
     else:
-        new, state = relay(layout, growth, stage, task, old)
+        new, state = grow_sharded(layout, growth, stage, parallelizer, old)
     said = warning(growth, optimizer.config.betas[1]) if optimizer.config.kind == "adamw" and state else None
-    grown = Optimizer(new.named.items(), optimizer.config, shares(new, before, stage), new)
+    grown = Optimizer(new.named.items(), optimizer.config, shares(new, before, stage, parallelizer.build), new)
     grown.load_state_by_name(state)
     return new, grown, said
 
 
-def relay(layout: Layout, growth: Plan, stage: GrowthStage, task: LanguageTask, old: State) -> tuple[Layout, State]:
-    """Over many ranks: each parameter is put together, grown as in one process, and cut again, one after the other."""
-    wholes, new, state = Wholes(layout), task.build(growth.config, None), {}
+def grow_sharded(
+    layout: Layout, growth: Plan, stage: GrowthStage, parallelizer: Parallelizer, old: State
+) -> tuple[Layout, State]:
+    """Gather each parameter, grow it as one process would, and scatter it, one after the other."""
+    wholes, new, state = Wholes(layout), parallelizer.make(growth.config, None), {}
     new.model.history = [*layout.model.history, growth.event]
     new.model.train(layout.model.training)
     for name, recipe in growth.recipes.items():
@@ -58,10 +59,10 @@ def relay(layout: Layout, growth: Plan, stage: GrowthStage, task: LanguageTask, 
     return new, state
 
 
-def shares(layout: Layout, before: ModelConfig, stage: GrowthStage) -> dict[str, float]:
+def shares(layout: Layout, before: ModelConfig, stage: GrowthStage, build: Build) -> dict[str, float]:
     """The share of the rate at which each old parameter token learns; those at 0 are frozen, the others are not."""
     with torch.device("meta"):
-        names = [name for name, _ in LanguageModel(before).named_parameters()]
+        names = [name for name, _ in build(before).named_parameters()]
     growth = plan(before, names, **stage.how())
     old = {name for name, recipe in growth.recipes.items() if recipe.old and name.endswith("_tokens")}
     for name, parameter in (*layout.own.items(), *layout.named.items()):
@@ -69,6 +70,8 @@ def shares(layout: Layout, before: ModelConfig, stage: GrowthStage) -> dict[str,
     return dict.fromkeys(old, stage.old_tokens) if stage.old_tokens != 1 else {}
 
 
-def in_force(layout: Layout, chain: Sequence[ModelConfig], stages: Sequence[GrowthStage], done: int) -> dict:
+def in_force(
+    layout: Layout, chain: Sequence[ModelConfig], stages: Sequence[GrowthStage], done: int, build: Build
+) -> dict:
     """The shares of a run that goes on after `done` growths."""
-    return shares(layout, chain[done - 1], stages[done - 1]) if done else {}
+    return shares(layout, chain[done - 1], stages[done - 1], build) if done else {}

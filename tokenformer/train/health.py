@@ -4,15 +4,11 @@ what they found is read at the log step, where spikes and the limit of skipped s
 """
 
 import math
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from tokenformer.config_train import TrainConfig
-
-Norm = Callable[[Sequence[Tensor]], Tensor]  # of all gradients together, wherever they lie
 
 
 class Guard:
@@ -26,12 +22,13 @@ class Guard:
         self.skipped = torch.tensor(0, device=device)
         self.in_a_row = torch.tensor(0, device=device)
 
-    def check(
-        self, gradients: Sequence[Tensor], loss: Tensor, normaliser: Tensor, norm_of: Norm = get_total_norm
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """→ (divisor, skip, norm). `normaliser` is what the unscaled gradients still have to be divided by."""
+    def check(self, norm: Tensor, loss: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (divisor, skip, norm of the mean's gradient); `Trainer.train_step` has the formula.
+
+        `norm` is of the gradients as they lie there: scaled, and still to be divided by `normaliser`.
+        """
         divisor = self.scale * normaliser
-        norm = norm_of(gradients) / divisor
+        norm = norm / divisor
         skip = ~(norm.isfinite() & loss.isfinite())
         if self.config.clip:
             divisor = divisor * (norm / self.config.clip).clamp_min(1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.errors import UserError
-from tokenformer.train.report import grown, read_rows
+from tokenformer.train.report import grown, read_rows, unit_of
 
 COLOURS = ("#0b6bcb", "#d1480f", "#1a7f4b", "#8a3ffc", "#b28600", "#0d8599", "#c2185b", "#5f6b7a")
 LOSS = "loss (nats a token)"
@@ -50,14 +50,14 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
 
     validation = [row for row in rows if row["kind"] == "validation" and row["loss"] is not None]
     growths = [row for row in rows if grown(row)]
-    samples = [row["text"] for row in rows if row["kind"] == "sample"]
-    last = train[-1]
+    samples = [row["text"] for row in rows if row["kind"] == "sample" and "text" in row]
+    last, unit = train[-1], unit_of(train[-1])
     facts = {
         "steps": last["step"],
-        "tokens": last["tokens"],
+        unit: last[unit],
         "training loss": last["loss"],
         "validation loss": validation[-1]["loss"] if validation else None,
-        "tokens/s": sorted(row["tokens_per_second"] for row in train)[len(train) // 2],
+        f"{unit}/s": sorted(row[f"{unit}_per_second"] for row in train)[len(train) // 2],
         "skipped steps": sum(row["kind"] == "event" and row.get("what") == "skipped" for row in rows),
     }
     return Curve(

@@ -1,6 +1,6 @@
 """What the user sees: a live line on a terminal, plain lines elsewhere and in `log`, and always metrics.jsonl.
 
-MFU = training FLOPs a token (causal attention counted once) · tokens/s / the GPU's dense 16-bit peak; none if unknown.
+MFU = training FLOPs per unit (attention counted once) · units/s / the GPU's dense 16-bit peak; none if unknown.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,20 @@ class Report:
                 self.loggers.remove(logger)
                 self._failed(f"log.{logger.name}", error)
 
+    def sample(self, step: int, made: Mapping[str, str | bytes]) -> None:
+        """Keep what a task made to look at: text in the metrics and as a line, bytes as files of samples/STEP/."""
+        texts = {name: content for name, content in made.items() if isinstance(content, str)}
+        if texts:
+            self.row("sample", step, **texts)
+        for text in texts.values():
+            self.say(f"step {step}: sample: {text!r}")
+        folder = self.run / "samples" / f"{step}"
+        for name, content in made.items():
+            if isinstance(content, bytes):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+                self.say(f"step {step}: sample: {folder / name}")
+
     def progress(self, step: int, values: dict[str, Any]) -> None:
         """Add the training row of a log step, and show its line."""
         self.row("train", step, **values)
@@ -176,23 +190,25 @@ class Silent:
 
     def say(self, text: str) -> None: ...
     def row(self, kind: str, step: int, **values: Any) -> None: ...
+    def sample(self, step: int, made: Mapping[str, str | bytes]) -> None: ...
     def progress(self, step: int, values: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
 @dataclasses.dataclass
 class Totals:
-    """What the run has cost so far."""
+    """What the run has cost so far, in the task's unit (tokens, images, …)."""
 
-    tokens: int = 0
+    unit: str
+    units: int = 0
     flops: float = 0.0
     hours: float = 0.0  # of training; validation and saving do not count
 
     def state_dict(self) -> dict:
-        return dataclasses.asdict(self)
+        return {self.unit: self.units, "flops": self.flops, "hours": self.hours}
 
     def load_state_dict(self, state: dict) -> None:
-        self.tokens, self.flops, self.hours = state["tokens"], state["flops"], state["hours"]
+        self.units, self.flops, self.hours = state[self.unit], state["flops"], state["hours"]
 
 
 class Clock:
@@ -223,7 +239,8 @@ def describe(step: int, steps: int, values: dict[str, Any]) -> str:
     """
     loss = values["loss"]
     parts = [f"step {step}/{steps}", f"loss {math.nan if loss is None else loss:.4f}", f"rate {values['rate']:.2e}"]
-    parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
+    unit = unit_of(values)
+    parts.append(f"{values[f'{unit}_per_second']:,.0f} {unit}/s")
     if values["mfu"] is not None:
         parts.append(f"MFU {100 * values['mfu']:.1f} %")
     parts.append(f"{values['memory'] / 1e9:.1f} GB")
@@ -231,6 +248,11 @@ def describe(step: int, steps: int, values: dict[str, Any]) -> str:
     hours, minutes = divmod(minutes, 60)
     parts.append((f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}") + " left")
     return "  ".join(parts)
+
+
+def unit_of(row: Mapping[str, Any]) -> str:
+    """Return what a training row counts: tokens, images, …"""
+    return next(name.removesuffix("_per_second") for name in row if name.endswith("_per_second"))
 
 
 def memory(device: torch.device) -> int:

@@ -59,6 +59,7 @@ def earlier(folder: Path, resume: bool) -> Config | None:
 def changes(folder: Path, was: Config, now: Config) -> list[str]:
     """What differs from the run's own config, in words; refused where it would be another run."""
     pairs = {name: (getattr(was, name), getattr(now, name)) for name in HELD}
+    pairs["task"] = (was.task or was.model.of, now.task or now.model.of)
     pairs["optimizer.kind"] = (was.optimizer.kind, now.optimizer.kind)
     if was.model.resolved() != now.model.resolved():
         lines = differences(native.to_dict(was.model.resolved()), native.to_dict(now.model.resolved()), "model.")

@@ -1,171 +1,100 @@
-"""What differs between tasks: how to make the model and the data, how a batch becomes a loss, how to validate.
+"""What turns a batch into a loss: the contract between the trainer and a task, and what all tasks share.
 
-Here language modelling; the trainer knows nothing of it.
+A task has no layout, precision or compiler: it is given a model and calls it. The simplest one opens its data in
+`__init__` and writes `loss`; language.py is the task of language models.
 """
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
-from tokenformer.config import Config, ModelConfig
+from tokenformer.config import Config
 from tokenformer.data.loader import Batch, Loader
-from tokenformer.data.text.tokenizer import padded_vocab
-from tokenformer.errors import UserError
-from tokenformer.models import LanguageModel, build
-from tokenformer.models.init import initial
-from tokenformer.ops import pattention
-from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
-from tokenformer.parallel.parallelize import Source, parallelize
-from tokenformer.train.compile import choose_compiler, wrap
-
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
-class LanguageTask:
-    """Next-token prediction on prepared text. Making one opens and checks the data and writes nothing."""
+class Task:
+    """What is learned, from which data, and how it is measured."""
+
+    unit = "samples"  # what is counted in log lines, totals, throughput and growth conditions
+    loader: Loader  # what is trained on
+    held_out: Loader | None = None  # what is measured on
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
-        c, self.place, self.device = config, place, device
-        self.config, rank, world = config, place.data_rank, place.data_world
-        self.compiler = choose_compiler(c.train, device)
-        split = place.degrees.token > 1  # of which there are no kernels yet
-        self.pattention = pattention.backend(
-            torch.empty(0, dtype=COMPUTE[c.train.precision], device=device), "reference" if split else None
-        )
-        assert c.batch is not None  # settled by the trainer
-        wanted = c.validation.samples if c.validation.batches is None else c.validation.batches * c.batch
-        times = c.steps // c.validation.every + 1 if c.validation.every else 1
-        blended = isinstance(c.data.path, dict) and len(c.data.path) > 1
-        load = functools.partial(
-            Loader, c.data, context=c.model.context, micro_batch=c.micro_batch, rank=rank, world=world, seed=c.seed
-        )
-        self.loader = load(batch=c.batch, samples=c.steps * c.batch, vocab=c.model.vocab)
-        self.tokenizer = self.loader.tokenizer
-        if self.tokenizer.vocab_size > c.model.vocab:
-            raise UserError(
-                f"the data has a vocabulary of {self.tokenizer.vocab_size} ids but model.vocab is {c.model.vocab}: "
-                f"set model.vocab={padded_vocab(self.tokenizer.vocab_size)}, or prepare it with another tokenizer"
-            )
-        epochs = None if blended else 1  # of held-out text each sample counts once
-        self.held_out = load(batch=wanted, samples=times * wanted, part="validation", epochs=epochs, allow_empty=True)
-        self.micro_batches = self.loader.micro_batches  # of a step, on this rank
-        self.tokens_per_step = c.batch * c.model.context
-        ranks = place.degrees.pipeline
-        if ranks > 1 and (self.micro_batches < ranks or self.micro_batches % ranks):
-            raise UserError(
-                f"a step has {self.micro_batches} micro-batches, not a multiple of the {ranks} ranks of the pipeline: "
-                "give another micro_batch or batch"
-            )
+        """Open and check the data, and write nothing. `config` has its batch sizes as numbers."""
+        self.config, self.place, self.device = config, place, device
+        self.cut: dict[str, Any] = {  # how a loader is cut for this rank, and where its arrays lie
+            "micro_batch": config.micro_batch,
+            "rank": place.data_rank,
+            "world": place.data_world,
+            "allocate": pinned if device.type == "cuda" else np.empty,
+        }
 
-    def build(self, config: ModelConfig, source: Source | None) -> Layout:
-        """The model, laid over the ranks; without a source its values are still to come (from a checkpoint)."""
-        with torch.device("meta"):
-            model = build(config)
-        model.compute_dtype = COMPUTE[self.config.train.precision]
-        self.layout = parallelize(
-            model,
-            self.place,
-            self.device,
-            source,
-            functools.partial(wrap, config=self.config.train, compiler=self.compiler),
-        )
-        return self.layout
+    @property
+    def units_per_step(self) -> int:
+        return self.loader.batch
 
-    def dress(self, model: LanguageModel) -> Layout:
-        """The same for a model that is there, in one process."""
-        for block in model.blocks:
-            wrap(block, self.config.train, self.compiler)
-        self.layout = Layout(model, self.place)
-        return self.layout
+    def flops(self, cost: Any) -> float:
+        """Return the training FLOPs per unit of a model of this cost; 0 where they are not known."""
+        return 0.0
 
-    def first_values(self) -> Source:
-        """Of a new run: the initialisation, or other weights."""
-        config = self.config.model.resolved()
-        first = functools.partial(initial, config=config, seed=self.config.seed, ends=LanguageModel.ends)
-        return started(config, self.config.start, first) if self.config.start else first
+    def loss(self, model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses in a micro-batch on the device, and over how many it is."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss")
 
-    def batches(self) -> Iterator[Batch]:
-        """The micro-batches of this rank, one after the other, without end."""
-        return iter(self.loader)
+    def gradients(
+        self, model: Any, batches: Iterator[Batch], scale: Tensor, pipeline: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradients of loss × scale over the micro-batches of a step; return their total and count.
 
-    def gradients(self, model: LanguageModel, batches: Iterator[Batch], scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a step's micro-batches, by loss × scale: the sum over the labels that count, and how many those are."""
-        if self.layout.pipeline is not None:
-            step = [self._placed(next(batches)) for _ in range(self.micro_batches)]
-            return self.layout.pipeline.gradients(step, scale)
+        A task whose loss is over the whole batch at once (pairs) has its own. `pipeline` is None but for language.
+        """
         total = count = torch.zeros((), device=self.device)
-        for _ in range(self.micro_batches):
-            loss_sum, labels = self.loss(model, next(batches))
+        for _ in range(self.loader.micro_batches):
+            loss_sum, losses = self.loss(model, self.on_device(next(batches)))
             (loss_sum * scale).backward()
-            total, count = total + loss_sum.detach(), count + labels
+            total, count = total + loss_sum.detach(), count + losses
         return total, count
 
-    def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum over the labels that count, and how many those are."""
-        ids, labels, documents = self._placed(batch)
-        out = model(ids, labels=labels, documents=documents)
-        return out.loss_sum, out.count
-
-    def _placed(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        ids, labels = (t.to(self.device, non_blocking=True) for t in (batch.ids, batch.labels))
-        documents = batch.documents
-        return ids, labels, None if documents is None else documents.to(self.device, non_blocking=True)
-
     @torch.no_grad()
-    def validate(self, model: LanguageModel) -> float | None:
-        """Mean loss over the same samples of the held-out part each time; None where there is no such part."""
-        if not self.held_out.samples:
-            return None
+    def measures(self, model: Any) -> dict[str, float]:
+        """Return `loss`, its mean over the same held-out samples each time; nothing where there are none."""
+        if self.held_out is None or not self.held_out.samples:
+            return {}
         total, count = torch.zeros(2, device=self.device)
         self.held_out.samples_seen = 0
         for batch in self.held_out:
-            if self.layout.pipeline is not None:
-                loss_sum, labels = self.layout.pipeline.evaluate(self._placed(batch))
-            else:
-                loss_sum, labels = self.loss(model, batch)
-            total, count = total + loss_sum, count + labels
+            loss_sum, losses = self.loss(model, self.on_device(batch))
+            total, count = total + loss_sum, count + losses
             if batch.last:
                 break
         total, count = self.place.sum(torch.stack([total, count]))
-        return (total / count).item()
+        return {"loss": (total / count).item()}
 
-    def sample(self, model: LanguageModel) -> str:
-        """A short text, by the model's reference generation."""
-        v = self.config.validation
-        ids = torch.tensor([self.tokenizer.encode(v.prompt) or [self.tokenizer.end_of_document]], device=self.device)
-        with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
-            return self.tokenizer.decode(model.generate(ids, v.generate, v.temperature, self.config.seed)[0].tolist())
+    def sample(self, model: Any) -> dict[str, str | bytes]:
+        """Return something to look at by name: text goes into the metrics, bytes become files of samples/STEP/."""
+        return {}
+
+    def files(self) -> dict[str, str]:
+        """Return what belongs beside the weights."""
+        return {}
+
+    def on_device(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the fields of a micro-batch as tensors on the device."""
+        return {name: on_device(array, self.device) for name, array in batch.fields.items()}
 
 
-def started(config: ModelConfig, start: str, first: Source) -> Source:
-    """Values from other weights. Parameter tokens of a smaller model fill the first rows, the rest keeps its initial
+def pinned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """Return memory that a GPU can copy from while the program goes on."""
+    kind = torch.from_numpy(np.empty(0, dtype)).dtype
+    return torch.empty(shape, dtype=kind, pin_memory=True).numpy()
 
-    values and τ follows the new number: the official `pretrain_partial_init`, which does not keep the function.
-    """
-    from tokenformer import hub
 
-    with torch.device("meta"):
-        mine = dict(build(config).named_parameters())
-    try:
-        given = {name: tensor.detach() for name, tensor in hub.load(start).named_parameters()}
-    except UserError as error:
-        raise UserError(f"start (official: pretrain_partial_init): {error}") from None
-    for name, tensor in given.items():
-        own = mine.get(name)
-        fits = own is not None and own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor)
-        if own is None or not fits or (own.shape != tensor.shape and not name.endswith("_tokens")):
-            raise UserError(
-                f"start: {name} of {start} is {list(tensor.shape)}, which does not fit into this model's "
-                f"{'missing one' if own is None else list(own.shape)}: only the number of parameter tokens may differ"
-            )
-
-    def source(name: str, shape: tuple[int, ...]) -> Tensor:
-        values = first(name, shape)
-        if name in given:
-            values[: len(given[name])] = given[name]
-        return values
-
-    return source
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array of the loader on a device. Pinned memory goes by its own storage, which frees it late enough."""
+    tensor = array.base if isinstance(array.base, Tensor) else torch.from_numpy(array)
+    return tensor.to(device, non_blocking=True)

@@ -6,13 +6,14 @@ device; everything that must survive is in `parts`; all that can be refused is r
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,27 +29,46 @@ from tokenformer.growth.schedule import rate as rate_factor
 from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
 from tokenformer.hub.run_folder import Found, all_steps, find_newest
+from tokenformer.models import build as build_model
+from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
+from tokenformer.parallel.parallelize import Build, Parallelizer
 from tokenformer.train import checkpoint, growing, loggers
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
+from tokenformer.train.compile import choose_compiler, wrap
 from tokenformer.train.health import Guard, Spikes
+from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
 from tokenformer.train.report import Clock, Report, Silent, Totals, memory, peak_flops, profiler
 from tokenformer.train.run import changes, earlier, lock, with_batch_sizes, writing
 from tokenformer.train.schedule import factor
-from tokenformer.train.task import LanguageTask
+from tokenformer.train.start import first_values
+from tokenformer.train.task import Task
 
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+TASKS: dict[str, type[Task]] = {"language": LanguageTask}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what Slurm is asked to send before preemption
 
 
 class Trainer:
     """Trains what a config says into a run folder. `run()` returns the signal that ended it early, or None.
 
-    `resume` goes on from the newest checkpoint of the run, or begins it where there is none.
+    `resume` goes on from the newest checkpoint of the run, or begins it where there is none. `task` and `build` are for
+    tasks and models that the package does not know: a class like `Task`, and what makes a model from its config.
     """
 
-    def __init__(self, config: Config, run: str | Path, *, resume: bool = False, command: list[str] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        run: str | Path,
+        *,
+        resume: bool = False,
+        command: list[str] | None = None,
+        task: Callable[..., Task] | None = None,
+        build: Build | None = None,
+    ):
         self.config, self.folder, self.resuming = config, Path(run), resume
+        self.make_task, self.build_model = task or choose_task(config), build or build_model
         self.command = command or sys.argv
         self.step = 0
         self.asked = 0  # the signal that this process got
@@ -110,20 +130,33 @@ class Trainer:
         loggers.check(self.config)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            self.task = LanguageTask(self.config, self.place, self.device)
-        check_reached(self.config.growth, self.grown, self.config.steps, self.task.tokens_per_step)
+            self.task = self.make_task(self.config, self.place, self.device)
+        check_reached(self.config.growth, self.grown, self.config.steps, self.task.units_per_step)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
-        first = self.task.first_values() if self.found.path is None else None
+        ranks, micro = self.place.degrees.pipeline, self.task.loader.micro_batches
+        if micro % ranks:
+            raise UserError(
+                f"a step has {micro} micro-batches, not a multiple of the {ranks} ranks of the pipeline: "
+                "give another micro_batch or batch"
+            )
+        split = self.place.degrees.token > 1  # of which there are no kernels yet
+        like = torch.empty(0, dtype=COMPUTE[self.config.train.precision], device=self.device)
+        self.pattention_path = pattention.backend(like, "reference" if split else None)
+        self.compiler = choose_compiler(self.config.train, self.device)
+        first = first_values(self.config, self.build_model) if self.found.path is None else None
         self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
         torch.manual_seed(self.config.seed)
         done = len(self.grown.steps)
-        self.layout = self.task.build(self.chain[done], first)
+        block = functools.partial(wrap, config=self.config.train, compiler=self.compiler)
+        dtype = COMPUTE[self.config.train.precision]
+        self.parallelizer = Parallelizer(self.build_model, self.place, self.device, dtype, block)
+        self.layout = self.parallelizer.make(self.chain[done], first)
         self.model, self.cost = self.layout.model, self.layout.model.cost()
-        shares = growing.in_force(self.layout, self.chain, self.config.growth, done)
+        shares = growing.in_force(self.layout, self.chain, self.config.growth, done, self.build_model)
         self.optimizer = Optimizer(self.layout.named.items(), self.config.optimizer, shares, self.layout)
         self.guard = Guard(self.config.train, self.device)
         self.spikes = Spikes(self.config.train.spike)
-        self.totals = Totals()
+        self.totals = Totals(self.task.unit)
         parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
         self.parts = {**parts, "growth": self.grown}
         self.checkpoints = Checkpoints(self.folder, self.config.checkpoint, self.place)
@@ -145,7 +178,7 @@ class Trainer:
         self.report: Report | Silent = Silent()
         self.place.first_does(self.open_report)
         self.announce()
-        self.batches = self.task.batches()
+        self.batches = iter(self.task.loader)
         self.clock = Clock()
 
     def open_report(self) -> None:
@@ -157,14 +190,14 @@ class Trainer:
         c, say = self.config, self.report.say
         recipe = f"{c.optimizer.kind}, {c.train.precision}, {self.device.type}, {self.place.degrees}"
         say(f"{self.folder}: {c.model.kind} of {self.cost.parameters:,} parameters, {recipe}")
-        shares = f"{c.micro_batch} × {self.task.micro_batches} accumulated × {self.place.data_world} ranks"
-        say(f"batch {c.batch} = {shares}, {self.task.tokens_per_step:,} tokens a step, {c.steps} steps")
-        if c.model.kind == "tokenformer":
-            path = self.task.pattention
+        shares = f"{c.micro_batch} × {self.task.loader.micro_batches} accumulated × {self.place.data_world} ranks"
+        say(f"batch {c.batch} = {shares}, {self.task.units_per_step:,} {self.task.unit} per step, {c.steps} steps")
+        if any(trunk.kind == "tokenformer" for trunk in c.model.trunks.values() or [c.model]):
+            path = self.pattention_path
             why = ", the kernels being for GPUs" if path == "reference" and self.device.type == "cpu" else ""
             say(f"Pattention is computed by the {path} path{why} (TOKENFORMER_PATTENTION chooses)")
-        if self.task.compiler != "none":
-            say(f"blocks are compiled by {self.task.compiler} in the first step (train.compile=none turns it off)")
+        if self.compiler != "none":
+            say(f"blocks are compiled by {self.compiler} in the first step (train.compile=none turns it off)")
         if self.found.path is not None:
             say(f"going on from step {self.step} ({self.found.path})")
         changed = [f"changed since the last start: {change}" for change in self.changes]
@@ -181,7 +214,7 @@ class Trainer:
         if self.step == 0 and 0 in c.checkpoint.also:
             self.save()
         while self.step < c.steps and not self.stopping():
-            while stage := due(c.growth, self.grown, self.step, self.task.tokens_per_step):
+            while stage := due(c.growth, self.grown, self.step, self.task.units_per_step):
                 self.grow(stage)
             if self.step in window and trace is None:
                 trace = profiler(self.folder, self.report.say)
@@ -208,10 +241,20 @@ class Trainer:
         return self.stop is not None
 
     def train_step(self) -> None:
-        expected = self.task.tokens_per_step  # divides at once, so that fp16 gradients are those of a mean
-        total, count = self.task.gradients(self.model, self.batches, self.guard.scale / expected)
+        """One update by the gradient of the mean loss over all ranks and micro-batches: ∇ Σ total / Σ count.
+
+        Each micro-batch is differentiated as total · scale / expected: `scale` is fp16's loss scale (else 1), and
+        `expected`, what Σ count would be if everything counted, makes fp16 gradients those of a mean. Backward passes
+        and ranks add up, so what lies in the gradients is G = scale / expected · ∇ Σ total, and the gradient of the
+        mean is G / (scale · normaliser) with normaliser = Σ count / expected. Clipping multiplies this divisor by
+        max(1, norm / clip), and the optimizer divides by it while it reads G.
+        """
+        expected = self.task.units_per_step
+        scale = self.guard.scale / expected
+        total, count = self.task.gradients(self.model, self.batches, scale, self.layout.pipeline)
         total, count = self.place.sum(torch.stack([total, count]))
-        divisor, skip, norm = self.guard.check(self.layout.gradients(), total, count / expected, self.layout.norm)
+        self.layout.collect_gradients()
+        divisor, skip, norm = self.guard.check(self.layout.norm(), total, count / expected)
         self.optimizer.step(self.rate(self.step), divisor, skip)
         self.layout.clear()
         self.recent.append(torch.stack([total / count, norm, skip, self.guard.scale]))
@@ -227,13 +270,13 @@ class Trainer:
         self.save(wait=True)
         with self.clock.aside():
             before, number = self.cost.parameters, len(self.grown.steps)
-            losses = [self.task.validate(self.model)]
+            losses = [self.measures().get("loss")]
             self.layout, self.optimizer, said = growing.grow(
-                self.layout, self.optimizer, stage, number, self.config.seed, self.task
+                self.layout, self.optimizer, stage, number, self.config.seed, self.parallelizer
             )
             self.grown.grew(self.step)
             self.model, self.cost = self.layout.model, self.layout.model.cost()
-            losses = [loss for loss in (*losses, self.task.validate(self.model)) if loss is not None]
+            losses = [loss for loss in (*losses, self.measures().get("loss")) if loss is not None]
         after, seen = f"{self.cost.parameters:,}", " → ".join(f"{loss:.5f}" for loss in losses)
         self.report.row("event", self.step, what="growth", to=after, losses=losses, how=self.model.history[-1])
         said_loss = f", validation loss {seen}" if seen else ""
@@ -256,9 +299,9 @@ class Trainer:
                 self.report.row("event", step, what="spike", loss=loss)
                 self.report.say(f"step {step}: the loss jumped to {loss:.4f} (mean {self.spikes.mean:.4f})")
         good = [row for row in rows if not row[2]]
-        tokens, flops = len(rows) * self.task.tokens_per_step, self.cost.training_flops(self.config.model.context)
-        self.totals.tokens += tokens
-        self.totals.flops += tokens * flops
+        units, flops = len(rows) * self.task.units_per_step, self.task.flops(self.cost)
+        self.totals.units += units
+        self.totals.flops += units * flops
         self.totals.hours += taken / 3600
         peak = peak_flops(self.device, self.config.train.precision)
         values = {
@@ -266,8 +309,8 @@ class Trainer:
             "norm": rows[-1][1],
             "rate": self.rate(self.step - 1),
             **self.totals.state_dict(),
-            "tokens_per_second": tokens / taken,
-            "mfu": flops * tokens / taken / peak if peak else None,
+            f"{self.task.unit}_per_second": units / taken,
+            "mfu": flops * units / taken / peak if peak and flops else None,
             "memory": memory(self.device),
             "left": (self.config.steps - self.step) * taken / len(rows),
         }
@@ -285,17 +328,18 @@ class Trainer:
     def validate(self) -> None:
         with self.clock.aside():
             self.model.eval()
-            loss = self.task.validate(self.model)
-            if loss is not None:
+            found = self.measures()
+            if found:
                 if self.config.validation.every and self.step % self.config.validation.every == 0:
-                    self.grown.losses.append(loss)  # not the one at the end: another run might go further
-                self.report.row("validation", self.step, loss=loss, perplexity=math.exp(min(loss, 700)))
-                self.report.say(f"step {self.step}: validation loss {loss:.4f}")
-            if self.config.validation.generate and self.layout.pipeline is None:
-                text = self.task.sample(self.model)
-                self.report.row("sample", self.step, text=text)
-                self.report.say(f"step {self.step}: sample: {text!r}")
+                    self.grown.losses.append(found["loss"])  # not the one at the end: another run might go further
+                self.report.row("validation", self.step, **found)
+                self.report.say(f"step {self.step}: validation loss {found['loss']:.4f}")
+            if self.layout.pipeline is None and (made := self.task.sample(self.model)):
+                self.report.sample(self.step, made)
             self.model.train()
+
+    def measures(self) -> dict[str, float]:
+        return self.task.measures(self.layout.pipeline or self.model)
 
     def save(self, wait: bool = False) -> None:
         with self.clock.aside():
@@ -304,7 +348,7 @@ class Trainer:
                 return
             state = {"format": 1, "step": self.step, "rng": checkpoint.rng_state()}
             state |= {name: part.state_dict() for name, part in self.parts.items()}
-            beside = sidecars(self.model.config, self.model.history, self.task.tokenizer.to_json())
+            beside = sidecars(self.model.config, self.model.history) | self.task.files()
             try:
                 self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state)
             except CheckpointFailed as error:
@@ -376,3 +420,11 @@ class Trainer:
         finally:
             for each in SIGNALS:
                 signal.signal(each, before[each])
+
+
+def choose_task(config: Config) -> type[Task]:
+    """Return the task that a config names, or else the one of its model."""
+    name = config.task or config.model.of
+    if name not in TASKS:
+        raise UserError(f"task is '{name}', but must be {', '.join(TASKS)}; or give `Trainer` a `task`")
+    return TASKS[name]

@@ -117,6 +117,11 @@ def test_broken_off_it_goes_on_where_it_was(server, tmp_path):
     assert names(tmp_path) == ["f"]
 
 
+def test_a_try_that_brought_something_does_not_count_as_failed(server, tmp_path):
+    server.breaks = [50_000] * 4
+    assert download(server.url, tmp_path / "f", tries=2, pause=0).read_bytes() == CONTENT
+
+
 def test_a_server_without_ranges_starts_over(server, tmp_path):
     server.breaks, server.ranges = [250_000], False
     assert download(server.url, tmp_path / "f", pause=0.01).read_bytes() == CONTENT

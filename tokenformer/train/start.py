@@ -1,0 +1,45 @@
+"""The first values of a run's parameters: the initialisation, or other weights."""
+
+import torch
+from torch import Tensor
+
+from tokenformer.config import Config
+from tokenformer.errors import UserError
+from tokenformer.models.init import initial
+from tokenformer.models.names import parse
+from tokenformer.parallel.parallelize import Build, Values
+
+
+def first_values(config: Config, build: Build) -> Values:
+    """Return what gives each whole parameter its first values, by name and shape.
+
+    Parameter tokens of a smaller model (`start`) fill the first rows, the rest keeps its initial values and τ follows
+    the new number: the official `pretrain_partial_init`, which does not keep the function.
+    """
+    from tokenformer import hub
+
+    model_config, start = config.model.resolved(), config.start
+    with torch.device("meta"):
+        model = build(model_config)
+    mine, given = dict(model.named_parameters()), {}
+    if start:
+        try:
+            given = {name: tensor.detach() for name, tensor in hub.load(start).named_parameters()}
+        except UserError as error:
+            raise UserError(f"start (official: pretrain_partial_init): {error}") from None
+    for name, tensor in given.items():
+        own = mine.get(name)
+        fits = own is not None and own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor)
+        if own is None or not fits or (own.shape != tensor.shape and not parse(name, model.ends).token):
+            raise UserError(
+                f"start: {name} of {start} is {list(tensor.shape)}, which does not fit into this model's "
+                f"{'missing one' if own is None else list(own.shape)}: only the number of parameter tokens may differ"
+            )
+
+    def values(name: str, shape: tuple[int, ...]) -> Tensor:
+        made = initial(name, shape, model_config, config.seed, model.ends)
+        if name in given:
+            made[: len(given[name])] = given[name]
+        return made
+
+    return values
