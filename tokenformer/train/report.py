@@ -142,9 +142,13 @@ class Report:
         folder = self.run / "samples" / f"{step}"
         for name, content in made.items():
             if isinstance(content, bytes):
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
-                self.say(f"step {step}: sample: {folder / name}")
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    (folder / name).write_bytes(content)
+                except OSError as error:
+                    self._failed("samples", error)
+                else:
+                    self.say(f"step {step}: sample: {folder / name}")
 
     def progress(self, step: int, values: dict[str, Any]) -> None:
         """Add the training row of a log step, and show its line."""
