@@ -33,6 +33,8 @@ def _loader() -> type:
         def construct_mapping(self, node, deep=False):
             seen = set()
             for name, _ in node.value:
+                if name.tag == "tag:yaml.org,2002:bool":  # YAML reads the key `on` as true
+                    name.tag = "tag:yaml.org,2002:str"
                 if name.value in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"key '{name.value}' stands twice", name.start_mark

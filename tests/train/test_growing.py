@@ -134,7 +134,19 @@ def test_old_tokens_may_be_frozen_or_slow_also_after_resume(tiny, tmp_path, kind
         assert same(result(tmp_path / f"{share} whole"), result(folder))
         frozen = torch.equal(read_tensors(all_steps(folder)[20] / "model")[name], before)
         assert frozen == (share == 0)
-    assert moved[0] == 0 and moved[0.25] == pytest.approx(moved[1] / 4, rel=1e-3)
+    assert moved[0] == 0 and moved[0.25] == pytest.approx(moved[1] / 4, rel=1e-3)  # decay at the same share
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_with_old_tokens_0_all_that_was_there_is_frozen_and_all_that_is_new_learns(tiny, tmp_path, kind):
+    plan = "growth=[{at: {step: 10}, ffn_tokens: 48, layers: 3, old_tokens: 0}, {at: {step: 15}, qkv_tokens: 24}]"
+    settings = [f"optimizer.kind={kind}", plan, "checkpoint.keep=0", "steps=18", "optimizer.weight_decay=2"]
+    train(tiny(*settings, "steps=12"), tmp_path / "run")
+    train(tiny(*settings), tmp_path / "run", resume=True)  # frozen also after a resume
+    old, middle, last = (read_tensors(all_steps(tmp_path / "run")[step] / "model") for step in (10, 15, 18))
+    changed = {name for name, tensor in middle.items() if not torch.equal(tensor, old.get(name, torch.zeros(1)))}
+    assert changed == middle.keys() - old.keys() and "blocks.2.ffn.segments.0.key_tokens" in changed
+    assert not [name for name, tensor in middle.items() if torch.equal(tensor, last[name])]
 
 
 def test_state_may_be_dropped_and_old_tokens_disturbed(tiny, tmp_path):

@@ -75,8 +75,8 @@ def test_the_norm_of_a_step_is_that_of_the_mean_over_the_labels_that_count(tiny,
     model, total, count = trainer.model, torch.zeros(()), 0
     batches = iter(trainer.task.loader)
     for batch in (next(batches), next(batches)):
-        ids, labels, documents = (torch.as_tensor(x).long() for x in (batch.ids, batch.labels, batch.documents))
-        out = model(ids, labels=labels, documents=documents)
+        fields = {name: torch.as_tensor(array).long() for name, array in batch.fields.items()}
+        out = model(fields["ids"], labels=fields["labels"], documents=fields["documents"])
         total, count = total + out.loss_sum, count + int(out.count)
     assert 0 < count < 4 * 16  # some labels are ignored
     (total / count).backward()
@@ -173,6 +173,21 @@ def test_compiled_blocks_train_the_same_and_are_compiled_once(tiny, tmp_path, ho
     for (name, p), q in zip(plain.model.named_parameters(), compiled.model.named_parameters(), strict=True):
         assert name == q[0]
         torch.testing.assert_close(p, q[1], rtol=1e-3, atol=1e-4)
+
+
+def test_more_blocks_than_pytorch_would_compile_are_compiled_and_a_limit_that_is_hit_is_an_error(tiny, tmp_path):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layers = {i: {"ffn_tokens": 20 + i} for i in range(5)}
+    settings = ["steps=2", "train.compile=aot_eager", "model.layers=5", f"model.layer_overrides={layers}"]
+    train(tiny(*settings), tmp_path / "run")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 10  # each block in training and in validation
+    torch._dynamo.reset()
+    trainer = Trainer(tiny(*settings), tmp_path / "limited")
+    trainer.build()
+    with torch._dynamo.config.patch(recompile_limit=3), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        trainer.batches = iter(trainer.task.loader)
+        trainer.train_step()
 
 
 def test_every_file_of_a_checkpoint_is_wholly_safetensors_json_or_the_model_config(tiny, tmp_path):

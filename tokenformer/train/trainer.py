@@ -24,8 +24,9 @@ from tokenformer.config import Config
 from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError, out_of_memory
 from tokenformer.files import write_text
-from tokenformer.growth.schedule import Progress, chain, check_reached, due
-from tokenformer.growth.schedule import rate as rate_factor
+from tokenformer.growth.plan import plan
+from tokenformer.growth.stages import Progress, chain, check_reached, due
+from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
 from tokenformer.hub.run_folder import Found, all_steps, find_newest
@@ -35,7 +36,7 @@ from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
 from tokenformer.train import checkpoint, growing, loggers
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
-from tokenformer.train.compile import choose_compiler, wrap
+from tokenformer.train.compile import allow_compilations, choose_compiler, wrap
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
@@ -133,6 +134,9 @@ class Trainer:
             self.task = self.make_task(self.config, self.place, self.device)
         check_reached(self.config.growth, self.grown, self.config.steps, self.task.units_per_step)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
+        for name in {name for stage in self.config.growth for name in stage.at} - {"step", "plateau", "patience"}:
+            if name != self.task.unit:
+                raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
         ranks, micro = self.place.degrees.pipeline, self.task.loader.micro_batches
         if micro % ranks:
             raise UserError(
@@ -147,13 +151,15 @@ class Trainer:
         self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
         torch.manual_seed(self.config.seed)
         done = len(self.grown.steps)
+        if self.compiler != "none":
+            allow_compilations(self.chain[done:])
         block = functools.partial(wrap, config=self.config.train, compiler=self.compiler)
         dtype = COMPUTE[self.config.train.precision]
         self.parallelizer = Parallelizer(self.build_model, self.place, self.device, dtype, block)
         self.layout = self.parallelizer.make(self.chain[done], first)
         self.model, self.cost = self.layout.model, self.layout.model.cost()
-        shares = growing.in_force(self.layout, self.chain, self.config.growth, done, self.build_model)
-        self.optimizer = Optimizer(self.layout.named.items(), self.config.optimizer, shares, self.layout)
+        shares = self.after_growth(done) if done else {}
+        self.optimizer = Optimizer(self.layout, self.config.optimizer, shares)
         self.guard = Guard(self.config.train, self.device)
         self.spikes = Spikes(self.config.train.spike)
         self.totals = Totals(self.task.unit)
@@ -161,6 +167,15 @@ class Trainer:
         self.parts = {**parts, "growth": self.grown}
         self.checkpoints = Checkpoints(self.folder, self.config.checkpoint, self.place)
         self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
+
+    def after_growth(self, done: int) -> dict[str, float]:
+        """Freeze what the growth before this start froze; the share of the rate of what learns more slowly."""
+        stage, before = self.config.growth[done - 1], self.chain[done - 1]
+        with torch.device("meta"):
+            names = [name for name, _ in self.build_model(before).named_parameters()]
+        growth = plan(before, names, stage, ends=self.model.ends)
+        self.layout.freeze(growing.frozen(growth, stage))
+        return growing.rates(growth, stage)
 
     # resume: from the newest complete checkpoint, or from the beginning
 

@@ -6,7 +6,7 @@ from growing import config
 from tokenformer import UserError
 from tokenformer.config_growth import GrowthStage
 from tokenformer.config_train import ScheduleConfig
-from tokenformer.growth.schedule import Progress, chain, due, rate
+from tokenformer.growth.stages import Progress, chain, due, rate
 from tokenformer.strict import build
 from tokenformer.train.schedule import factor
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tokenformer.config import ModelConfig
 from tokenformer.config_growth import GrowthStage
 from tokenformer.config_train import ScheduleConfig
-from tokenformer.growth.model import plan
+from tokenformer.growth.plan import plan
 from tokenformer.strict import need
 
 
@@ -26,7 +26,7 @@ def chain(model: ModelConfig, stages: Sequence[GrowthStage]) -> list[ModelConfig
         step = stage.at.get("step", last)
         need(step >= last, f"growth stage {number + 1} is at step {step:g}, before the one in front of it: sort them")
         last = step
-        found.append(plan(found[-1], [], **stage.how(), number=number).config)
+        found.append(plan(found[-1], [], stage, number=number).config)
     return found
 
 
