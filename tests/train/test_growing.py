@@ -141,7 +141,7 @@ def test_old_tokens_may_be_frozen_or_slow_also_after_resume(tiny, tmp_path, kind
 def test_with_old_tokens_0_all_that_was_there_is_frozen_and_all_that_is_new_learns(tiny, tmp_path, kind):
     plan = "growth=[{at: {step: 10}, ffn_tokens: 48, layers: 3, old_tokens: 0}, {at: {step: 15}, qkv_tokens: 24}]"
     settings = [f"optimizer.kind={kind}", plan, "checkpoint.keep=0", "steps=18", "optimizer.weight_decay=2"]
-    train(tiny(*settings, "steps=12"), tmp_path / "run")
+    train_until(12, tiny(*settings), tmp_path / "run")
     train(tiny(*settings), tmp_path / "run", resume=True)  # frozen also after a resume
     old, middle, last = (read_tensors(all_steps(tmp_path / "run")[step] / "model") for step in (10, 15, 18))
     changed = {name for name, tensor in middle.items() if not torch.equal(tensor, old.get(name, torch.zeros(1)))}
