@@ -24,7 +24,8 @@ import torch
 
 from tokenformer import __version__
 from tokenformer.config import Config
-from tokenformer.files import read_json, write_text
+from tokenformer.files import write_text
+from tokenformer.parsing import read_json
 from tokenformer.terminal import drop_output
 from tokenformer.train import loggers
 
