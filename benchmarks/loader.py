@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from tokenformer.config import DataConfig
-from tokenformer.data.loader import Loader
 from tokenformer.data.text.indexed import Indexed, write_index
+from tokenformer.data.text.samples import text_loader
 
 CONTEXT, MICRO = 2048, 16
 
@@ -43,7 +43,7 @@ def rate(batches: Iterable, seconds: float) -> float:
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
         batch = next(stream)
-        count += (batch.ids if hasattr(batch, "ids") else batch[0]).numel()
+        count += batch.fields["ids"].size if hasattr(batch, "fields") else batch[0].numel()
     return count / (time.perf_counter() - start) / 1e6
 
 
@@ -82,7 +82,7 @@ def main() -> None:
             "official, boundaries": DataConfig(path=str(prefix), order="official", boundaries=True),
         }
         for name, config in kinds.items():
-            loader = Loader(config, context=CONTEXT, batch=64, micro_batch=MICRO, vocab=50_304, samples=100_000)
+            loader = text_loader(config, context=CONTEXT, batch=64, micro_batch=MICRO, vocab=50_304, samples=100_000)
             value = rate(loader, args.seconds)
             line = {"name": "loader", "model": name, "value": round(value, 1), "unit": "M tokens/s"}
             line |= {"rival": "torch DataLoader, 2 processes", "rival_value": round(rival, 1)}

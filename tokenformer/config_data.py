@@ -5,6 +5,9 @@ from typing import Literal, get_args, get_origin
 
 from tokenformer.strict import key, need
 
+IGNORED = -100  # a label that counts in no loss
+Verify = Literal["auto", "quick", "full"]
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -23,14 +26,24 @@ class DataConfig:
         "with boundaries: what the end of a document is to predict: the next document's first token, or nothing", "next"
     )
     tokenizer: str | None = key("name or path; absent = the one that the set was prepared with", None)
-    verify: Literal["quick", "full"] = key("on opening: sizes and structure, or all checksums too", "quick")
-    workers: int = key("threads that read ahead on each rank; 0 reads when asked", 2)
-    prefetch: int = key("micro-batches that are read ahead", 8)
+    verify: Verify = key(
+        "on opening: quick = sizes and structure, full = all checksums too, auto = full for sets up to 4 GB", "auto"
+    )
+    workers: int = key(
+        "threads (processes, where samples are decoded) that read ahead on each rank; 0 reads alone", 2, most=1024
+    )
+    prefetch: int = key("micro-batches that are read ahead", 8, most=10**5)
     cache: str | None = key("folder for the index of order official; absent = beside the set", None)
 
+    @property
+    def sets(self) -> dict[str, float]:
+        """Paths of the sets, with their weights in the blend."""
+        if isinstance(self.path, dict):
+            return self.path
+        return {self.path: 1.0} if self.path else {}
+
     def __post_init__(self) -> None:
-        weights = self.path if isinstance(self.path, dict) else {}
-        for name, weight in weights.items():
+        for name, weight in self.sets.items():
             need(0 < weight < float("inf"), f"data.path gives {name} the weight {weight}: give a number above 0")
         for field in fields(self):  # YAML is checked before; this is for Python
             choices = get_args(field.type) if get_origin(field.type) is Literal else ()

@@ -19,6 +19,7 @@ from tokenformer.hub.run_folder import all_steps, newest_whole
 from tokenformer.models import LanguageModel
 from tokenformer.train.checkpoint import read_state
 from tokenformer.train.report import read_rows
+from tokenformer.train.run import with_batch_sizes
 from tokenformer.train.schedule import factor
 from tokenformer.train.trainer import Trainer
 
@@ -75,8 +76,8 @@ def test_the_norm_of_a_step_is_that_of_the_mean_over_the_labels_that_count(tiny,
     model, total, count = trainer.model, torch.zeros(()), 0
     batches = iter(trainer.task.loader)
     for batch in (next(batches), next(batches)):
-        ids, labels, documents = (torch.as_tensor(x).long() for x in (batch.ids, batch.labels, batch.documents))
-        out = model(ids, labels=labels, documents=documents)
+        fields = {name: torch.as_tensor(array).long() for name, array in batch.fields.items()}
+        out = model(fields["ids"], labels=fields["labels"], documents=fields["documents"])
         total, count = total + out.loss_sum, count + int(out.count)
     assert 0 < count < 4 * 16  # some labels are ignored
     (total / count).backward()
@@ -175,6 +176,21 @@ def test_compiled_blocks_train_the_same_and_are_compiled_once(tiny, tmp_path, ho
         torch.testing.assert_close(p, q[1], rtol=1e-3, atol=1e-4)
 
 
+def test_more_blocks_than_pytorch_would_compile_are_compiled_and_a_limit_that_is_hit_is_an_error(tiny, tmp_path):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layers = {i: {"ffn_tokens": 20 + i} for i in range(5)}
+    settings = ["steps=2", "train.compile=aot_eager", "model.layers=5", f"model.layer_overrides={layers}"]
+    train(tiny(*settings), tmp_path / "run")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 10  # each block in training and in validation
+    torch._dynamo.reset()
+    trainer = Trainer(tiny(*settings), tmp_path / "limited")
+    trainer.build()
+    with torch._dynamo.config.patch(recompile_limit=3), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        trainer.batches = iter(trainer.task.loader)
+        trainer.train_step()
+
+
 def test_every_file_of_a_checkpoint_is_wholly_safetensors_json_or_the_model_config(tiny, tmp_path):
     train(tiny("steps=3"), tmp_path / "run")
     found = newest_whole(tmp_path / "run")
@@ -246,6 +262,12 @@ def test_resume_with_an_architecture_that_the_config_does_not_lead_to(tiny, tmp_
     path.write_text(path.read_text().replace("layers: 2", "layers: 1"))
     with pytest.raises(UserError, match="holds a model that the config does not lead to"):
         Trainer(tiny("model.layers=1"), tmp_path / "run", resume=True).run()
+
+
+def test_micro_batches_that_a_pipeline_cannot_share_are_refused(tiny):
+    assert with_batch_sizes(tiny(), world=1, pipeline=2).micro_batch == 2
+    with pytest.raises(UserError, match="a step has 1 micro-batches, not a multiple of the 2 ranks of the pipeline"):
+        with_batch_sizes(tiny("micro_batch=4"), world=1, pipeline=2)
 
 
 def test_changes_that_may_be_made_are_said(tiny, tmp_path, capsys):

@@ -81,8 +81,8 @@ def _stats(args: argparse.Namespace) -> None:
 
 
 def _peek(args: argparse.Namespace) -> None:
-    from tokenformer.data.loader import set_tokenizer
     from tokenformer.data.text.indexed import Indexed
+    from tokenformer.data.text.sets import set_tokenizer
     from tokenformer.data.text.tokenizer import load_tokenizer
 
     source = Indexed(args.set)
@@ -107,7 +107,7 @@ def _split(args: argparse.Namespace) -> None:
     from tokenformer.terminal import progress
 
     shares = _shares(args.shares)
-    with progress(f"splitting {args.set}", len(Indexed(args.set).tokens), " tokens") as advance:
+    with progress(f"splitting {args.set}", len(Indexed(args.set, "quick").tokens), " tokens") as advance:
         made = sets.split(args.set, shares, args.out, advance)
     for prefix in made.values():
         print(prefix)
@@ -118,5 +118,5 @@ def _merge(args: argparse.Namespace) -> None:
     from tokenformer.data.text.indexed import Indexed
     from tokenformer.terminal import progress
 
-    with progress("merging", sum(len(Indexed(p).tokens) for p in args.sets), " tokens") as advance:
+    with progress("merging", sum(len(Indexed(p, "quick").tokens) for p in args.sets), " tokens") as advance:
         print(sets.merge(args.sets, args.out, advance))

@@ -1,1 +1,1 @@
-"""Data: from raw text to exactly resumable batches. Nothing is imported here, so that workers start without torch."""
+"""Data: from sources to exactly resumable batches. Without torch, so that workers start quickly."""

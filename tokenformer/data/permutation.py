@@ -4,10 +4,12 @@ Unusual: a Feistel network over the next even number of bits, walked again while
 """
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 
 ROUNDS = 8
+BLOCK = 1024  # places that are computed together: neighbours are asked for next, by every thread
 
 
 def round_keys(*words: object) -> np.ndarray:
@@ -39,3 +41,32 @@ def _feistel(value: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray
         mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
         left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
     return (left << half) | right
+
+
+class EpochOrder:
+    """Which of `count` samples stands at a place that is counted over all epochs; each epoch has its own order.
+
+    >>> indices, epochs = EpochOrder(4, "example", 1)(np.arange(8))
+    >>> sorted(indices[:4].tolist()), sorted(indices[4:].tolist()), epochs.tolist()
+    ([0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 0, 0, 1, 1, 1, 1])
+    """
+
+    def __init__(self, count: int, name: str, seed: int) -> None:
+        self.count, self._name = count, (name, seed)
+        self._block = lru_cache(maxsize=16)(self._compute)
+
+    def _compute(self, block: int) -> np.ndarray:
+        epochs, places = np.divmod(np.arange(block * BLOCK, (block + 1) * BLOCK), self.count)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            places[here] = permute(places[here], self.count, round_keys(*self._name, epoch))
+        return places
+
+    def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of the samples at rising places, and their epochs."""
+        indices = np.empty(len(places), np.int64)
+        blocks = places // BLOCK
+        for block in dict.fromkeys(blocks.tolist()):
+            here = blocks == block
+            indices[here] = self._block(block)[places[here] % BLOCK]
+        return indices, places // self.count

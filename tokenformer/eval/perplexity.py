@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenformer.config_data import IGNORED
 from tokenformer.data.text.indexed import Indexed, find_prefix
 from tokenformer.data.text.inputs import find_inputs
+from tokenformer.data.text.parts import PARTS, part_edges
 from tokenformer.data.text.reading import Reading, read_units
-from tokenformer.data.text.samples import PARTS, part_edges
 from tokenformer.data.text.tokenizer import Tokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.ranks import spread
@@ -105,7 +106,7 @@ def window_nats(model: LanguageModel, parts: Sequence[tuple[Tensor, int]], batch
         some = parts[at : at + batch]
         longest = max(len(ids) for ids, _ in some) - 1
         inputs = torch.zeros(len(some), longest, dtype=torch.long)
-        labels = torch.full((len(some), longest), -100)
+        labels = torch.full((len(some), longest), IGNORED)
         for i, (ids, count) in enumerate(some):
             inputs[i, : len(ids) - 1] = ids[:-1]
             labels[i, len(ids) - 1 - count : len(ids) - 1] = ids[len(ids) - count :]

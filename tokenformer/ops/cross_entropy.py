@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tokenformer.config_data import IGNORED
 from tokenformer.errors import UserError
 from tokenformer.ops.pattention import MISSING, backend
 
-IGNORE = -100
 LOGITS = 1 << 27  # how many are held at once
 ROWS = 4096  # whose logits the kernel holds at once
 
@@ -41,8 +41,8 @@ def linear_cross_entropy(
             from tokenformer.ops.kernels.cross_entropy import fused
         except ImportError as error:
             raise UserError(MISSING) from error
-        total = fused(hidden_TD, weight_WD, labels_T.contiguous(), IGNORE, chunk or ROWS)
-        return total, (labels_T != IGNORE).sum()
+        total = fused(hidden_TD, weight_WD, labels_T.contiguous(), IGNORED, chunk or ROWS)
+        return total, (labels_T != IGNORED).sum()
     chunk = chunk or max(1, LOGITS // len(weight_WD))
     pairs = list(zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True))
     one = loss_of or _chunk
@@ -51,7 +51,7 @@ def linear_cross_entropy(
     else:  # backward makes each chunk's logits again instead of keeping them
         parts = [checkpoint(one, h, weight_WD, y, use_reentrant=False, preserve_rng_state=False) for h, y in pairs]
         total = torch.stack(parts).sum()
-    return total, (labels_T != IGNORE).sum()
+    return total, (labels_T != IGNORED).sum()
 
 
 def _chunk(hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor) -> Tensor:
@@ -61,4 +61,4 @@ def _chunk(hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor) -> Tensor:
 def summed_loss(logits_TW: Tensor, labels_T: Tensor) -> Tensor:
     """Σ −log p(label), in fp32 or better."""
     logits_TW = logits_TW.to(torch.promote_types(logits_TW.dtype, torch.float32))
-    return F.cross_entropy(logits_TW, labels_T, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(logits_TW, labels_T, ignore_index=IGNORED, reduction="sum")

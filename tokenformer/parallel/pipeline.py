@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from tokenformer.config_data import IGNORED
 from tokenformer.models import LanguageModel, Output
-from tokenformer.ops.cross_entropy import IGNORE
+from tokenformer.models.names import parse
 from tokenformer.parallel.mesh import Place, stages
 
 
@@ -43,20 +44,18 @@ def layers_of(number: int, layers: int, every: int) -> range:
 
 
 def holders(model: LanguageModel, place: Place) -> dict[str, int]:
-    """The pipeline rank that holds each parameter (of two, the first)."""
-    found = {}
-    every, ranks = stages(place.degrees, place.config), place.degrees.pipeline
-    for number in range(every):
-        for layer in layers_of(number, model.config.layers, every):
-            for name, _ in cast(nn.Module, model.blocks[layer]).named_parameters():
-                found[f"blocks.{layer}.{name}"] = number % ranks
-    for name, _ in model.named_parameters():
-        found.setdefault(name, 0 if name == "embedding.weight" else (every - 1) % ranks)
+    """Return the pipeline rank that holds each parameter (of two, the first)."""
+    every, embedding, found = stages(place.degrees, place.config), set(model.embedding.parameters()), {}
+    stage_of = {layer: number for number in range(every) for layer in layers_of(number, model.config.layers, every)}
+    for name, parameter in model.named_parameters():
+        layer = parse(name, model.ends).layer
+        end = 0 if parameter in embedding else every - 1
+        found[name] = (end if layer is None else stage_of[layer]) % place.degrees.pipeline
     return found
 
 
 def cut(model: LanguageModel, place: Place) -> list[LanguageModel]:
-    """The stages of this rank, from a whole model on the meta device."""
+    """Return the stages of this rank, from a whole model on the meta device."""
     every, found = stages(place.degrees, place.config), []
     for number in range(place.pipeline, every, place.degrees.pipeline):
         part: Any = copy.deepcopy(model)
@@ -72,7 +71,7 @@ def cut(model: LanguageModel, place: Place) -> list[LanguageModel]:
 
 
 class Pipeline:
-    """Runs the stages of this rank together with those of the others."""
+    """Runs the stages of this rank together with those of the other ranks."""
 
     def __init__(self, parts: Sequence[LanguageModel], place: Place, device: torch.device) -> None:
         self.place, self.device, self.scale = place, device, torch.ones((), device=device)
@@ -101,7 +100,7 @@ class Pipeline:
         first, last = 0 in self.parts, self.every - 1 in self.parts
         self.schedule.step(*([ids] if first else []), target=labels if last else None, losses=losses, **more)
         total = torch.stack([loss.detach() for loss in losses]).sum() / scale if last else torch.zeros_like(scale)
-        return self.place.sum(total, "pipeline"), (labels != IGNORE).sum()
+        return self.place.sum(total, "pipeline"), (labels != IGNORED).sum()
 
     def __call__(self, ids: Tensor, *, labels: Tensor, documents: Tensor | None = None) -> Output:
         """Compute the loss of one batch as the whole model would, stage after stage; every rank gets it."""
@@ -120,4 +119,4 @@ class Pipeline:
                 dist.send(x.contiguous(), group=group, group_dst=(number + 1) % self.ranks)
             else:
                 total = x[0]
-        return Output(loss_sum=self.place.sum(total.clone(), "pipeline"), count=(labels != IGNORE).sum())
+        return Output(loss_sum=self.place.sum(total.clone(), "pipeline"), count=(labels != IGNORED).sum())

@@ -3,11 +3,13 @@
 import functools
 import os
 import shutil
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tokenformer.config import PROJECTIONS, ModelConfig
 from tokenformer.config_train import TrainConfig
 from tokenformer.errors import UserError
 
@@ -39,6 +41,25 @@ def choose_compiler(config: TrainConfig, device: torch.device) -> str:
             "install it, or set train.compile=none"
         )
     return found
+
+
+def allow_compilations(models: Sequence[ModelConfig]) -> None:
+    """Let the blocks of these models be compiled, in training and in evaluation, and make any more of it an error.
+
+    All blocks share one code object, and PyTorch compiles one at most 8 times: what comes then, in a run of several
+    trunks or growths, would run uncompiled without a word.
+    """
+    trunks = [trunk for model in models for trunk in model.trunks.values() or [model]]
+    count = 4 * sum(map(_different_blocks, trunks))  # in training and not, with and without what is frozen
+    torch._dynamo.config.recompile_limit += count  # on top: other runs of this process have used theirs
+    torch._dynamo.config.accumulated_recompile_limit += count
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def _different_blocks(trunk: ModelConfig) -> int:
+    if trunk.kind != "tokenformer":
+        return 1
+    return len({str([trunk.segments(which, layer) for which in PROJECTIONS]) for layer in range(trunk.layers)})
 
 
 def wrap(block: nn.Module, config: TrainConfig, compiler: str) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tokenformer.config import Config
-from tokenformer.data.loader import Batch, Loader
+from tokenformer.data.loader import Batch
+from tokenformer.data.text.samples import open_sets, text_loader, text_tokenizer
 from tokenformer.data.text.tokenizer import padded_vocab
 from tokenformer.errors import UserError
 from tokenformer.parallel.mesh import Place
@@ -24,27 +25,22 @@ class LanguageTask(Task):
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         super().__init__(config, place, device)
         c = config
-        assert c.batch is not None
-        wanted = c.validation.samples if c.validation.batches is None else c.validation.batches * c.batch
         times = c.steps // c.validation.every + 1 if c.validation.every else 1
-        blended = isinstance(c.data.path, dict) and len(c.data.path) > 1
-        ranks = {"rank": place.data_rank, "world": place.data_world}
-        load = functools.partial(
-            Loader, c.data, context=c.model.context, micro_batch=c.micro_batch, **ranks, seed=c.seed
-        )
-        self.loader = load(batch=c.batch, samples=c.steps * c.batch, vocab=c.model.vocab)
-        self.tokenizer = self.loader.tokenizer
+        sets = open_sets(c.data, c.model.vocab)
+        self.tokenizer = text_tokenizer(c.data, sets)
+        load = functools.partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **self.cut)
+        self.loader = load(batch=self.batch, samples=c.steps * self.batch)
         if self.tokenizer.vocab_size > c.model.vocab:
             raise UserError(
                 f"the data has a vocabulary of {self.tokenizer.vocab_size} ids but model.vocab is {c.model.vocab}: "
                 f"set model.vocab={padded_vocab(self.tokenizer.vocab_size)}, or prepare it with another tokenizer"
             )
-        epochs = None if blended else 1  # of held-out text each sample counts once
-        self.held_out = load(batch=wanted, samples=times * wanted, part="validation", epochs=epochs, allow_empty=True)
+        wanted, epochs = self.held_out_samples, None if len(sets) > 1 else 1  # each held-out sample counts once
+        self.held_out = load(batch=wanted, samples=times * wanted, part="validation", epochs=epochs, empty=True)
 
     @property
     def units_per_step(self) -> int:
-        return self.loader.batch * self.config.model.context
+        return self.batch * self.config.model.context
 
     def flops(self, cost: Any) -> float:
         return cost.training_flops(self.config.model.context)

@@ -7,7 +7,9 @@ A task has no layout, precision or compiler: it is given a model and calls it. T
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from tokenformer.config import Config
@@ -25,10 +27,19 @@ class Task:
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         """Open and check the data, and write nothing. `config` has its batch sizes as numbers."""
         self.config, self.place, self.device = config, place, device
+        assert config.batch is not None
+        self.batch, v = config.batch, config.validation  # samples of a step, over all ranks
+        self.held_out_samples = v.samples if v.batches is None else v.batches * self.batch  # of a validation
+        self.cut: dict[str, Any] = {  # how a loader is cut for this rank, and where its arrays lie
+            "micro_batch": config.micro_batch,
+            "rank": place.data_rank,
+            "world": place.data_world,
+            "allocate": pinned if device.type == "cuda" else np.empty,
+        }
 
     @property
     def units_per_step(self) -> int:
-        return self.loader.batch
+        return self.batch
 
     def flops(self, cost: Any) -> float:
         """Return the training FLOPs per unit of a model of this cost; 0 where they are not known."""
@@ -77,5 +88,16 @@ class Task:
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
         """Return the fields of a micro-batch as tensors on the device."""
-        fields = {"ids": batch.ids, "labels": batch.labels, "documents": batch.documents}
-        return {name: t.to(self.device, non_blocking=True) for name, t in fields.items() if t is not None}
+        return {name: on_device(array, self.device) for name, array in batch.fields.items()}
+
+
+def pinned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """Return memory that a GPU can copy from while the program goes on."""
+    kind = torch.from_numpy(np.empty(0, dtype)).dtype
+    return torch.empty(shape, dtype=kind, pin_memory=True).numpy()
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array of the loader on a device. Pinned memory goes by its own storage, which frees it late enough."""
+    tensor = array.base if isinstance(array.base, Tensor) else torch.from_numpy(array)
+    return tensor.to(device, non_blocking=True)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenformer import UserError
+from tokenformer.config import DataConfig
 from tokenformer.data.text import indexed, sets
 from tokenformer.data.text.indexed import Indexed, write_set
 
@@ -136,6 +137,33 @@ def test_with_its_description_every_mutation_is_caught(tmp_path):
     assert Indexed(prefix, verify="full").documents == 21
 
 
+def test_a_flipped_byte_is_noticed_unless_somebody_asked_for_a_quick_look(tmp_path, monkeypatch):
+    prefix = described(tmp_path)
+    raw = bytearray(Path(f"{prefix}.bin").read_bytes())
+    raw[100] ^= 1
+    Path(f"{prefix}.bin").write_bytes(raw)
+    for how in ({}, {"verify": DataConfig().verify}, {"verify": "full"}):
+        with pytest.raises(UserError, match=r"s_text_document\.bin is not the file that s\.json describes"):
+            Indexed(prefix, **how)
+    assert Indexed(prefix, verify="quick").documents == 21
+    monkeypatch.setattr(indexed, "SMALL", 100)  # where it would take long, it is said that it was not done
+    with pytest.warns(UserWarning, match=r"s_text_document is large, .* not its checksums: `tokenformer data verify`"):
+        Indexed(prefix)
+
+
+def test_an_index_of_many_chunks_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "_CHUNK", 2)
+    write_set(tmp_path / "c", [[[i] * (i + 1)] for i in range(5)])
+    assert [d[-1] for d in texts(Indexed(tmp_path / "c"))] == list(range(5))
+
+
+def test_items_of_negative_size_are_refused(tmp_path):
+    (tmp_path / "n.bin").write_bytes(bytes(6))
+    indexed.write_index(tmp_path / "n.idx", np.dtype(np.uint16), np.array([5, -2]))
+    with pytest.raises(UserError, match="has items that do not lie one after another"):
+        Indexed(tmp_path / "n")
+
+
 def test_errors_name_the_file_and_what_to_do(tmp_path):
     prefix = described(tmp_path)
     with open(f"{prefix}.bin", "ab") as file:
@@ -158,6 +186,9 @@ def test_a_token_beyond_the_vocabulary_is_refused_where_it_is_read(tmp_path):
     assert found.document(0).tolist() == [1, 2]
     with pytest.raises(UserError, match=r"holds token 300 .* outside the vocabulary of 257"):
         found.document(1)
+    assert Indexed(tmp_path / "v", vocab=301).document(1).tolist() == [300]
+    with pytest.raises(UserError, match=r"holds token 300 .* outside the vocabulary of 300"):
+        Indexed(tmp_path / "v", vocab=300).document(1)
 
 
 def test_fingerprint_follows_the_contents(tmp_path):

@@ -347,7 +347,7 @@ def test_special_tokens_empty_and_bad_documents_are_counted(tmp_path):
 
 
 def test_a_custom_tokenizer_travels_with_the_set(tmp_path):
-    from tokenformer.data.loader import set_tokenizer
+    from tokenformer.data.text.sets import set_tokenizer
     from tokenformer.data.text.tokenizer import train_tokenizer
 
     (tmp_path / "tokenizer.json").write_text(train_tokenizer([ALICE], 500).to_json())

@@ -8,20 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from tokenformer.data.permutation import permute, round_keys
+from tokenformer.data.permutation import EpochOrder, permute, round_keys
+from tokenformer.data.source import Blend
 from tokenformer.data.text.indexed import Indexed, write_set
 from tokenformer.data.text.official_order import OfficialOrder
-from tokenformer.data.text.samples import Blend, PermutedOrder, bounds, part_edges
+from tokenformer.data.text.parts import bounds, part_edges
+from tokenformer.data.text.samples import Windows
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "indexed"
 ORDER = json.loads((GOLDEN / "sample_order.json").read_text())
 
 
-def tokens(order: OfficialOrder | PermutedOrder, position: int) -> list[int]:
-    return [int(t) for start, stop in order.pieces(position) for t in order.source.span(start, stop)]
+def tokens(order: OfficialOrder | Windows, index: int) -> list[int]:
+    [pieces] = order.pieces(np.array([index]))
+    return [int(t) for start, stop in pieces for t in order.source.span(start, stop)]
 
 
 def test_the_official_split():
@@ -69,7 +72,7 @@ def test_official_sample_starts_agree_with_walking_the_tokens(tmp_path_factory, 
     )
     assert len(order.shuffle) >= samples
     for position in range(order.count):
-        sample, numbers = tokens(order, position), order.documents(order.pieces(position)).tolist()
+        sample, numbers = tokens(order, position), order.documents(order.pieces(np.array([position]))[0]).tolist()
         assert len(sample) == len(numbers) == context + 1
         pairs = itertools.pairwise(zip(sample, numbers, strict=True))
         assert all(b == a + 1 or n > m for (a, m), (b, n) in pairs)
@@ -89,6 +92,12 @@ def test_official_index_is_built_once_by_many_processes(tmp_path):
     ]
     assert {run.communicate()[0] for run in runs} == {"93 [6, 52, 36]\n"}
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_permutation_is_the_one_that_runs_were_begun_with():
+    assert permute(np.arange(8), 8, round_keys("x", 1, 0)).tolist() == [2, 1, 3, 0, 6, 5, 7, 4]
+    far = [411414126099, 569800727270, 403412980374, 468282427445, 239865466032]
+    assert permute(np.arange(5) * 10**11, 10**12 + 7, round_keys("x", 1, 0)).tolist() == far
 
 
 @settings(deadline=None)
@@ -126,8 +135,9 @@ def stream(folder: Path, tokens: int, documents: int = 1) -> Indexed:
 @given(st.integers(1, 400), st.integers(1, 50), st.integers(0, 3))
 def test_every_token_but_the_first_is_a_target_once_an_epoch(tmp_path_factory, length, context, epoch):
     source = stream(tmp_path_factory.mktemp("once"), length)
-    order = PermutedOrder(source, 0, length, context, seed=3)
-    targets = [t for place in range(epoch * order.count, (epoch + 1) * order.count) for t in tokens(order, place)[1:]]
+    order = Windows(source, 0, length, context)
+    places = np.arange(epoch * order.count, (epoch + 1) * order.count)
+    targets = [t for i in EpochOrder(order.count, "x", 3)(places)[0].tolist() for t in tokens(order, i)[1:]]
     assert sorted(targets) == list(range(1, 1 + order.count * context))
     assert order.count * context + order.dropped + 1 == length and order.dropped < context
 
@@ -145,6 +155,22 @@ def test_a_part_without_a_document_is_cut_by_tokens_and_says_so(tmp_path):
 
 
 @settings(max_examples=80, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 6), st.lists(st.sampled_from([0, 1e-4, 0.5, 1, 90]), min_size=1, max_size=3))
+@example(4, 1, [1, 0, 1])
+@example(3, 1, [0, 1, 1])
+@example(100, 1, [90, 0, 10])
+@example(3, 1, [1e-4, 1, 1])
+@example(5, 1, [0, 1, 1])
+def test_parts_share_no_token_and_leave_none_out(tmp_path_factory, tokens, documents, shares):
+    assume(any(shares))
+    edges, _ = part_edges(stream(tmp_path_factory.mktemp("parts"), tokens, documents), shares)
+    assert edges[0] == 0 and edges[-1] == tokens and edges == sorted(edges)
+    for share, start, stop in zip([*shares, 0, 0], edges, edges[1:], strict=False):
+        assert share > 0 or start == stop
+    assert all(share == 0 or tokens < 40 or b > a for share, a, b in zip(shares, edges, edges[1:], strict=False))
+
+
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 500))
 def test_blend_proportions_hold_within_one_sample_at_every_point(weights, length):
     turns, before = Blend(weights).turns(np.arange(length))
@@ -153,6 +179,10 @@ def test_blend_proportions_hold_within_one_sample_at_every_point(weights, length
     assert np.abs(counts - np.arange(1, length + 1)[:, None] * share).max() < 1
     for number in range(len(weights)):  # each set gives its samples in order, none left out
         assert before[turns == number].tolist() == list(range(int((turns == number).sum())))
+
+
+def test_a_set_of_the_smallest_weight_has_its_turn():
+    assert Blend([1, 1e-7]).counts.tolist() == [99_999, 1]
 
 
 def test_blend_of_awkward_weights_is_rounded_to_a_hundred_thousandth():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokenformer import UserError
@@ -62,6 +62,8 @@ def test_sets_of_different_tokenizers_are_not_merged(tmp_path):
     lengths=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=15),
     shares=st.lists(st.integers(0, 9), min_size=1, max_size=3).filter(any),
 )
+@example(lengths=[[4]], shares=[1, 0, 1])
+@example(lengths=[[3]], shares=[0, 1, 1])
 def test_the_parts_joined_are_the_set(tmp_path_factory, lengths, shares):
     folder, counter = tmp_path_factory.mktemp("split"), itertools.count()
     write_set(folder / "s", [[[next(counter) for _ in range(n)] for n in d] for d in lengths])

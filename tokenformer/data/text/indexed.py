@@ -8,22 +8,24 @@ import hashlib
 import json
 import mmap
 import struct
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from tokenformer import files
+from tokenformer.config_data import Verify
 from tokenformer.errors import UserError
+from tokenformer.parsing import read_json
 
 SUFFIX = "_text_document"
 MAGIC = b"MMIDIDX\0\0"
 CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats: no tokens
 _HEADER = struct.Struct("<QBQQ")  # version, code of the type, items, length of the document index
 _CHUNK = 1 << 20
-Verify = Literal["quick", "full"]
+SMALL = 4 << 30  # bytes of a set whose checksums verify=auto compares on every opening: some seconds
 
 
 def find_prefix(path: str | Path) -> Path:
@@ -53,11 +55,11 @@ def idx_path(prefix: str | Path) -> Path:
 class Indexed:
     """A set, opened for reading; `tokens` is the whole stream, `set[i]` item i, `document(i)` document i."""
 
-    def __init__(self, path: str | Path, verify: Verify = "quick", vocab: int | None = None) -> None:
+    def __init__(self, path: str | Path, verify: Verify = "auto", vocab: int | None = None) -> None:
         self.prefix = find_prefix(path)
         self.description = read_description(self.prefix)
         if self.description:
-            check_description(self.prefix, self.description, full=verify == "full")
+            check_description(self.prefix, self.description, verify)
         idx = idx_path(self.prefix)
         raw = _map(idx)
         self._refuse(len(raw) >= 34 and raw[:9] == MAGIC, "is not an index of this format")
@@ -234,7 +236,7 @@ def read_description(prefix: Path) -> dict | None:
     path = description_path(prefix)
     if not path.is_file():
         return None
-    description = files.read_json(path)
+    description = read_json(path)
     entries = description.get("files")
     names = {prefix.name + ".bin", prefix.name + ".idx"}
     if description.get("format") != 1 or not isinstance(entries, dict) or set(entries) != names:
@@ -244,14 +246,27 @@ def read_description(prefix: Path) -> dict | None:
     return description
 
 
-def check_description(prefix: Path, description: dict, full: bool, seen: Callable[[int], object] | None = None) -> None:
-    """Refuse a set whose files are not those of its description: by size, or (full) by checksum."""
+def check_description(
+    prefix: Path, description: dict, verify: Verify, seen: Callable[[int], object] | None = None
+) -> None:
+    """Refuse a set whose files are not those of its description: by size, and as `verify` says by checksum."""
     path = description_path(prefix)
     if path.read_bytes() != _seal(description).encode():
         raise UserError(f"{path} was changed after it was written: restore it, or delete it to do without its checks")
-    for name, entry in description["files"].items():
-        file = prefix.parent / name
+    entries = {prefix.parent / name: entry for name, entry in description["files"].items()}
+    for file in entries:
         if not file.is_file():
             raise UserError(f"{file} is missing: restore it or prepare the set anew")
-        if file.stat().st_size != entry["bytes"] or (full and files.sha256(file, seen) != entry["sha256"]):
+    large = sum(file.stat().st_size for file in entries) > SMALL
+    for file, entry in entries.items():
+        wrong = file.stat().st_size != entry["bytes"]
+        if not wrong and (verify == "full" or (verify == "auto" and not large)):
+            wrong = files.sha256(file, seen) != entry["sha256"]
+        if wrong:
             raise UserError(f"{file} is not the file that {path.name} describes: restore it or prepare the set anew")
+    if verify == "auto" and large:
+        warnings.warn(
+            f"{prefix.name} is large, so that its sizes and structure were checked but not its checksums: "
+            "`tokenformer data verify`, or data.verify=full, does that",
+            stacklevel=3,
+        )

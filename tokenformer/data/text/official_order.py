@@ -105,10 +105,13 @@ class OfficialOrder:
         row = np.where(place == 0, 0, row)  # the first sample begins at the first document, even an empty one
         return row, place - self.starts[row]
 
-    def pieces(self, position: int) -> list[tuple[int, int]]:
-        """Where the tokens of the sample at a place of the order are in the stream: one piece a document."""
-        rows, offsets = self.locate(self.shuffle[position % self.count : position % self.count + 1])
-        row, offset, wanted, out = int(rows[0]), int(offsets[0]), self.context + 1, []
+    def pieces(self, indices: np.ndarray) -> list[list[tuple[int, int]]]:
+        """Where the tokens of the samples at places of the order are in the stream: one piece per document."""
+        rows, offsets = self.locate(self.shuffle[indices])
+        return [self._pieces(row, offset) for row, offset in zip(rows.tolist(), offsets.tolist(), strict=True)]
+
+    def _pieces(self, row: int, offset: int) -> list[tuple[int, int]]:
+        wanted, out = self.context + 1, []
         while wanted:
             document = self.documents_shuffled[row]
             begin = int(self.source.pointers[document]) // self.source.dtype.itemsize + offset

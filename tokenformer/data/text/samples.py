@@ -1,152 +1,172 @@
-"""Samples of context + 1 tokens across documents, the three parts of a set, and blends of several sets.
+"""Prepared text as a source: samples of context + 1 tokens across documents, from one part of a set.
 
-Unusual: sample i is tokens i·context … (i+1)·context, so every token but the first is a target exactly once. Which
-sample stands at a position is arithmetic (a keyed permutation of each epoch); so is whose turn it is in a blend.
+Unusual: sample i is tokens i·context … (i+1)·context, so every token but the first is a target exactly once. The order
+of GPT-NeoX (`official_order.py`) cuts other samples.
+
+Shapes: B samples that are read together, T context.
 """
 
-import math
-from collections.abc import Sequence
-from fractions import Fraction
-from functools import lru_cache
+import warnings
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tokenformer.data.permutation import permute, round_keys
+from tokenformer.config import DataConfig
+from tokenformer.config_data import IGNORED
+from tokenformer.data.loader import Loader
+from tokenformer.data.source import Field
 from tokenformer.data.text.indexed import Indexed
+from tokenformer.data.text.official_order import OfficialOrder
+from tokenformer.data.text.parts import PARTS, bounds, part_edges
+from tokenformer.data.text.sets import set_tokenizer
+from tokenformer.data.text.tokenizer import Tokenizer, load_tokenizer
+from tokenformer.errors import UserError
 
-PARTS = ("train", "validation", "test")
-BLOCK = 1024  # positions whose samples are computed together
-FINEST = 100_000  # weights of a blend are rounded to one part in this many
-
-
-def bounds(total: int, shares: Sequence[float]) -> list[int]:
-    """Where the parts of `total` things begin and end, rounded as GPT-NeoX does.
-
-    >>> bounds(21, [969, 30, 1])
-    [0, 20, 21, 21]
-    """
-    shares = [*shares, 0.0, 0.0][:3]
-    places = [0]
-    for share in shares:
-        places.append(places[-1] + round(share / sum(shares) * total))
-    over = places[-1] - total
-    return [0, *(place - over for place in places[1:])]
+Piece = tuple[int, int]  # where tokens begin and end in the stream
 
 
-def part_edges(source: Indexed, shares: Sequence[float]) -> tuple[list[int], str]:
-    """Where the parts begin and end in the stream, and a sentence where not all of them are whole documents.
+class Windows:
+    """Samples of a range of tokens, one after another; neighbours share one token."""
 
-    A part that would get no document is cut from its neighbours by tokens.
-    """
-    shares = [*shares, 0.0, 0.0][:3]
-    places, total = bounds(source.documents, shares), len(source.tokens)
-    edges = [source.document_start(p) for p in places]
-    wanted = [i for i in range(3) if shares[i] > 0]
-    starved = {i for i in wanted if places[i + 1] <= places[i]}
-    if not starved:
-        return edges, ""
-    cuts = bounds(total, shares)
-    edges = [0, *(cuts[i] if starved & {i - 1, i} else edges[i] for i in (1, 2)), total]
-    if any(edges[i + 1] <= edges[i] for i in wanted):
-        edges = cuts
-    names = " and ".join(PARTS[i] for i in sorted(starved))
-    return edges, f"{source.documents:,} documents are too few, {names} would get none: cut by tokens"
-
-
-class PermutedOrder:
-    """Samples of a range of tokens, each epoch in its own order."""
-
-    def __init__(self, source: Indexed, start: int, stop: int, context: int, seed: int, name: str = "") -> None:
+    def __init__(self, source: Indexed, start: int, stop: int, context: int) -> None:
         self.source, self.start, self.context = source, start, context
         self.count = max(0, stop - start - 1) // context
         self.dropped = max(0, stop - start - 1) % context  # a tail shorter than a sample
-        self._name = (name, seed)
-        self._block = lru_cache(maxsize=16)(self._compute)  # neighbours are asked for next, by every rank and thread
-        self._starts: np.ndarray | None = None
 
-    def _compute(self, block: int) -> np.ndarray:
-        epochs, places = np.divmod(np.arange(block * BLOCK, (block + 1) * BLOCK), self.count)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            places[here] = permute(places[here], self.count, round_keys(*self._name, epoch))
-        return places
+    def pieces(self, indices: np.ndarray) -> list[list[Piece]]:
+        """Where the tokens of samples are in the stream."""
+        begins = self.start + indices * self.context
+        return [[(begin, begin + self.context + 1)] for begin in begins.tolist()]
 
-    def index(self, position: int) -> int:
-        """Which sample stands at a position (counted over all epochs)."""
-        return int(self._block(position // BLOCK)[position % BLOCK])
+    @cached_property
+    def _documents(self) -> np.ndarray:
+        """Where documents begin in the stream; only with boundaries, since it takes 8 bytes per document."""
+        items = np.append(self.source.pointers // self.source.dtype.itemsize, len(self.source.tokens))
+        return np.unique(items[self.source.doc_idx[:-1]])
 
-    def pieces(self, position: int) -> list[tuple[int, int]]:
-        """Where the tokens of the sample at a position are in the stream."""
-        begin = self.start + self.index(position) * self.context
-        return [(begin, begin + self.context + 1)]
-
-    def documents(self, pieces: list[tuple[int, int]]) -> np.ndarray:
+    def documents(self, pieces: list[Piece]) -> np.ndarray:
         """The number (0, 1, …) of the document of each token of a sample."""
-        if self._starts is None:  # only with boundaries: 8 bytes a document
-            items = np.append(self.source.pointers // self.source.dtype.itemsize, len(self.source.tokens))
-            self._starts = np.unique(items[self.source.doc_idx[:-1]])
         [(begin, end)] = pieces
-        first, last = np.searchsorted(self._starts, [begin, end - 1], side="right")
+        first, last = np.searchsorted(self._documents, [begin, end - 1], side="right")
         changes = np.zeros(end - begin, np.int32)
-        changes[self._starts[first:last] - begin] = 1
-        return np.cumsum(changes)
+        changes[self._documents[first:last] - begin] = 1
+        return np.cumsum(changes, dtype=np.int32)
 
 
-class Blend:
-    """Whose turn it is: after any number of samples each set is within one sample of its share (Tijdeman's rule).
+class TextSource:
+    """Samples of a part of a set. `samples` is how many are asked for in all, which decides `order: official`."""
 
-    >>> blend = Blend([3, 1])
-    >>> [int(s) for s in blend.turns(np.arange(8))[0]]
-    [0, 0, 1, 0, 0, 0, 1, 0]
+    processes = False
+
+    def __init__(
+        self,
+        config: DataConfig,
+        found: Indexed,
+        *,
+        context: int,
+        part: str = "train",
+        seed: int = 1234,
+        samples: int | None = None,
+    ) -> None:
+        self.config, self.set = config, found
+        self.shuffled = config.order == "permutation"
+        shares = ",".join(f"{s:.12g}" for s in config.split)
+        self.identity = {"data": self.set.fingerprint, "order": config.order, "context": str(context)}
+        self.identity |= {"split": shares, "part": part}
+        self.fields = {"ids": Field((context,), np.int64), "labels": Field((context,), np.int64, IGNORED)}
+        if config.boundaries:
+            self.fields["documents"] = Field((context,), np.int32)
+        number = PARTS.index(part)
+        self.windows: Windows | OfficialOrder
+        if self.shuffled:
+            edges, note = part_edges(self.set, config.split)
+            if note:
+                warnings.warn(f"{self.set.prefix.name}: {note}", stacklevel=4)
+            self.windows = Windows(self.set, edges[number], edges[number + 1], context)
+        else:
+            if samples is None:
+                raise UserError("data.order official needs the number of samples that a run asks for: give `samples`")
+            self.identity["samples"] = str(samples)
+            cache = Path(config.cache or self.set.prefix.parent)
+            first, last = bounds(len(self.set), config.split)[number : number + 2]
+            self.windows = OfficialOrder(self.set, first, last, context, samples, seed, cache)
+
+    def __len__(self) -> int:
+        return self.windows.count
+
+    def read(self, indices: np.ndarray, epochs: np.ndarray, out: dict[str, np.ndarray]) -> None:
+        """Fill rows with samples, which are the same in every epoch; `labels[t]` is the target of position t."""
+        ids_BT, labels_BT, documents_BT = out["ids"], out["labels"], out.get("documents")
+        samples = self.windows.pieces(indices)
+        for pieces in samples:
+            for start, stop in pieces:
+                self.set.fetch(start, stop)
+        for row, pieces in enumerate(samples):
+            spans = [self.set.span(start, stop) for start, stop in pieces]
+            tokens = spans[0] if len(spans) == 1 else np.concatenate(spans)
+            ids_BT[row], labels_BT[row] = tokens[:-1], tokens[1:]
+            if documents_BT is not None:
+                documents = self.windows.documents(pieces)
+                documents_BT[row] = documents[:-1]
+                if self.config.boundary_labels == "ignore":
+                    labels_BT[row][documents[1:] != documents[:-1]] = IGNORED
+
+
+def open_sets(config: DataConfig, vocab: int | None = None) -> list[Indexed]:
+    """The sets that a config names, checked as it says; all of one tokenizer."""
+    if not config.sets:
+        raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
+    sets = [Indexed(path, config.verify, vocab) for path in config.sets]
+    known = [(s.prefix.name, (s.description or {}).get("tokenizer")) for s in sets]
+    known = [(name, tokenizer) for name, tokenizer in known if tokenizer]
+    for name, tokenizer in known:
+        if tokenizer["sha256"] != known[0][1]["sha256"]:
+            raise UserError(
+                f"{name} was prepared with {tokenizer['name']} but {known[0][0]} with {known[0][1]['name']}: "
+                "blend sets of one tokenizer"
+            )
+    for one in sets:
+        one.read_at_random()
+    return sets
+
+
+def text_tokenizer(config: DataConfig, sets: list[Indexed]) -> Tokenizer:
+    """The tokenizer of the text: as configured, or the one that the sets were prepared with."""
+    return load_tokenizer(config.tokenizer) if config.tokenizer else set_tokenizer(sets[0])
+
+
+def text_loader(
+    config: DataConfig,
+    *,
+    context: int,
+    part: str = "train",
+    seed: int = 1234,
+    samples: int | None = None,
+    vocab: int | None = None,
+    sets: list[Indexed] | None = None,
+    empty: bool = False,
+    **cut: Any,
+) -> Loader:
+    """A loader of the text that a config names; `cut` says how it is cut (batch, micro_batch, rank, world, …).
+
+    `sets` are those of the config where they are open already. A part without samples is refused, unless it may be
+    `empty`.
     """
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        exact = [Fraction(str(w)) for w in weights]
-        shares = [w / sum(exact) for w in exact]
-        period = math.lcm(*(s.denominator for s in shares))
-        if period > FINEST:
-            period, shares = FINEST, _rounded(shares)
-        self.period, self.counts = period, np.array([int(s * period) for s in shares], np.int64)
-        self.schedule = _schedule(self.counts)
-        self._rank = np.empty(self.period, np.int64)
-        for number in range(len(self.counts)):
-            own = self.schedule == number
-            self._rank[own] = np.arange(own.sum())
-
-    def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The set at each position, and how many of its samples came before."""
-        rounds, places = np.divmod(positions, self.period)
-        sets = self.schedule[places]
-        return sets, rounds * self.counts[sets] + self._rank[places]
-
-    def given(self, position: int) -> np.ndarray:
-        """How many samples of each set come before a position."""
-        rounds, place = divmod(position, self.period)
-        return rounds * self.counts + np.bincount(self.schedule[:place], minlength=len(self.counts))
-
-
-def _rounded(shares: list[Fraction]) -> list[Fraction]:
-    """Shares in whole parts of FINEST, at least one each, that add up to 1."""
-    parts = [max(1, round(s * FINEST)) for s in shares]
-    parts[parts.index(max(parts))] += FINEST - sum(parts)
-    return [Fraction(p, FINEST) for p in parts]
-
-
-def _schedule(counts: np.ndarray) -> np.ndarray:
-    """One period: at each turn, of the sets that are far enough behind, the one that must come soonest."""
-    period, sets = int(counts.sum()), len(counts)
-    out = np.zeros(period, np.int64)
-    slack = 2 * sets - 2
-    if slack == 0:
-        return out
-    # in units of 1 / (period · slack): behind = turn · share − given; whole numbers, so nothing is rounded
-    behind, gains, limit = [0] * sets, [int(c) * slack for c in counts], period * (slack - 1)
-    for turn in range(period):
-        chosen, soonest = 0, math.inf
-        for i, gain in enumerate(gains):
-            behind[i] += gain
-            if behind[i] >= period and (due := (limit - behind[i]) / gain) < soonest:
-                chosen, soonest = i, due
-        behind[chosen] -= period * slack
-        out[turn] = chosen
-    return out
+    if part not in PARTS:
+        raise UserError(f"there is no part '{part}': parts are {', '.join(PARTS)}")
+    if context < 1:
+        raise UserError(f"context is {context}: give a number above 0")
+    if config.order == "official" and len(config.sets) > 1:
+        raise UserError("data.order official knows one set: use order permutation for a blend")
+    how: Any = {"context": context, "part": part, "seed": seed, "samples": samples}
+    sources = [TextSource(config, found, **how) for found in sets or open_sets(config, vocab)]
+    for source in sources:
+        if not len(source) and not empty:
+            raise UserError(
+                f"the {part} part of {source.set.prefix.name} has no sample of {context} + 1 tokens: "
+                "give more text, a smaller context or another data.split"
+            )
+    ahead: Any = {"workers": config.workers, "prefetch": config.prefetch}
+    return Loader(sources, weights=list(config.sets.values()), seed=seed, **ahead, **cut)

@@ -12,7 +12,8 @@ from tokenformer import files
 from tokenformer.data.text import indexed
 from tokenformer.data.text.indexed import Indexed
 from tokenformer.data.text.journal import disk
-from tokenformer.data.text.samples import PARTS, part_edges
+from tokenformer.data.text.parts import PARTS, part_edges
+from tokenformer.data.text.tokenizer import FileTokenizer, Tokenizer, fingerprint, load_tokenizer
 from tokenformer.errors import UserError
 
 _COUNTS = ("documents", "tokens", "text_bytes", "special_tokens_in_text", "empty_documents", "skipped_documents")
@@ -144,8 +145,8 @@ def verify(path: str | Path, vocab: int | None = None, seen: Callable[[int], obj
     prefix = indexed.find_prefix(path)
     description = indexed.read_description(prefix)
     if description:
-        indexed.check_description(prefix, description, full=True, seen=seen)
-    source = Indexed(prefix, vocab=vocab)
+        indexed.check_description(prefix, description, "full", seen)
+    source = Indexed(prefix, "quick", vocab)
     for start in range(0, len(source.tokens), _BLOCK):
         seen(source.span(start, min(start + _BLOCK, len(source.tokens))).nbytes)
     return source
@@ -178,3 +179,21 @@ def stats(source: Indexed, shares: Sequence[float], context: int) -> list[tuple[
         rows.append((f"{part}: tokens", f"{stop - start:,}"))
         rows.append((f"{part}: samples of {context}, tail", f"{count:,}, {tail:,}"))
     return [*rows, ("parts", note)] if note else rows
+
+
+def set_tokenizer(source: Indexed) -> Tokenizer:
+    """The tokenizer that the description of a set names; a copy of any but the built-in ones stands beside the set."""
+    if not source.description or "tokenizer" not in source.description:
+        raise UserError(f"{source.prefix.name} does not say its tokenizer: name it with data.tokenizer (--tokenizer)")
+    about = source.description["tokenizer"]
+    copy = indexed.description_path(source.prefix).with_suffix(".tokenizer.json")
+    if copy.exists():
+        found: Tokenizer = FileTokenizer(copy.read_text(encoding="utf-8"), about["name"], about["end_of_document"])
+    else:
+        found = load_tokenizer(about["name"])
+    if fingerprint(found) != about["sha256"]:
+        raise UserError(
+            f"the tokenizer {about['name']} is not the one that {source.prefix.name} was prepared with: "
+            f"restore {copy}, or name the right one with data.tokenizer (--tokenizer)"
+        )
+    return found

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig, build, to_dict
+from tokenformer.config_data import IGNORED
 from tokenformer.errors import UserError
 from tokenformer.files import write_text
 from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
@@ -163,7 +164,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
             raise UserError("output_attentions is not possible, since fused attention keeps no weights: leave it out")
         past, targets = past_key_values, kwargs.get("shift_labels")
         if targets is None and labels is not None:
-            targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
+            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         if use_cache is None:
             use_cache = targets is None and not self.training
         if self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing:
@@ -198,7 +199,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         if targets is not None:
             if loss is None:
                 exact = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-                loss, count = F.cross_entropy(exact, targets.flatten(), reduction="sum"), (targets != -100).sum()
+                loss, count = F.cross_entropy(exact, targets.flatten(), reduction="sum"), (targets != IGNORED).sum()
             items = kwargs.get("num_items_in_batch")
             loss = loss / (count.clamp(min=1) if items is None else torch.as_tensor(items, device=loss.device))
         return CausalLMOutputWithPast(
