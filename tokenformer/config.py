@@ -29,7 +29,8 @@ from tokenformer.strict import to_dict as to_dict
 from tokenformer.strict import to_yaml as to_yaml
 
 Tokens = int | list[int]
-WIDE, LONG = 2**20, 2**30  # the largest width, and the largest number of rows, that a model may have
+WIDE = 2**20  # the largest width that a model may have
+LONG = 2**30  # and the largest number of rows
 PROJECTIONS = ("qkv", "proj", "ffn")
 PROJECTION_OF = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}  # of a block's layers
 
