@@ -139,7 +139,7 @@ class Trainer:
         like = torch.empty(0, dtype=COMPUTE[self.config.train.precision], device=self.device)
         self.pattention_path = pattention.backend(like, "reference" if split else None)
         self.compiler = choose_compiler(self.config.train, self.device)
-        first = first_values(self.config, self.build_model) if self.found.path is None else None
+        first = first_values(self.config, self.build_model, self.task.files()) if self.found.path is None else None
         self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
         torch.manual_seed(self.config.seed)
         done = len(self.grown.steps)
