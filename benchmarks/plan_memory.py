@@ -22,9 +22,10 @@ def measure(cell: str) -> dict:
     import torch
 
     from tokenformer.config import load
-    from tokenformer.models import LanguageModel
+    from tokenformer.models import build
+    from tokenformer.parallel.estimate import estimate
+    from tokenformer.parallel.layout import Layout
     from tokenformer.parallel.mesh import Degrees
-    from tokenformer.parallel.plan import estimate
     from tokenformer.train.compile import choose_compiler, wrap
     from tokenformer.train.optim import Optimizer
 
@@ -36,14 +37,14 @@ def measure(cell: str) -> dict:
     device = torch.device("cuda")
     compiler = choose_compiler(config.train, device)
     with torch.device("meta"):
-        model = LanguageModel(config.model)
+        model = build(config.model)
     model.to_empty(device=device).compute_dtype = torch.bfloat16
     with torch.no_grad():  # any values will do
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
     for block in model.blocks:
         wrap(block, config.train, compiler)
-    rule = Optimizer(model.named_parameters(), config.optimizer)
+    rule = Optimizer(Layout(model), config.optimizer)
     one, go = torch.ones((), device=device), torch.zeros((), device=device)
     for _ in range(3):
         for _ in range(2):
@@ -53,7 +54,7 @@ def measure(cell: str) -> dict:
             (loss / ids.numel()).backward()
             del loss
         rule.step(1e-4, one, go)
-        rule.zero_grad()
+        model.zero_grad()
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {"name": "plan: peak memory of one GPU", "model": cell, "value": expected.total, "unit": "bytes",
             "rival": "measured", "rival_value": peak, "ratio": round(expected.total / peak, 3), "compile": compiler,

@@ -12,8 +12,10 @@ import torch
 
 from tokenformer import LanguageModel, ModelConfig, grow, shrink
 from tokenformer.config_train import OptimizerConfig
-from tokenformer.growth import follow, merge_segments, plan
+from tokenformer.growth import Growth, follow, merge_segments, plan_for
+from tokenformer.growth.state import grow_state
 from tokenformer.growth.verify import loss, verify
+from tokenformer.parallel.layout import Layout
 from tokenformer.train.optim import Optimizer
 
 BASE = ModelConfig(layers=3, dim=64, heads=4, qkv_tokens=48, proj_tokens=48, ffn_tokens=192, vocab=256, context=128)
@@ -44,7 +46,7 @@ def train(model, optimizer, text, start, steps, watch=None) -> list[float]:
     for step in range(start, start + steps):
         ids = text.batch(step)
         output = model(ids[:, :-1], labels=ids[:, 1:])
-        optimizer.zero_grad()
+        model.zero_grad()
         (output.loss_sum / output.count).backward()
         before = {n: p.detach().clone() for n, p in model.named_parameters()} if watch else {}
         optimizer.step(optimizer.config.rate, one, zero)
@@ -56,11 +58,11 @@ def train(model, optimizer, text, start, steps, watch=None) -> list[float]:
 
 def grown(base, optimizer, recipe, rule, text):
     """(certificate, losses after, ratios of RMS updates new : old by step) of one rule under one recipe."""
-    growth = plan(base.config, dict(base.named_parameters()), **SIZES, new_tokens=rule)
+    growth = plan_for(base, Growth(**SIZES, new_tokens=rule))
     model = follow(base, growth)
     certificate = verify(base, model, text.batch(7, 8, 128, held_out=True), growth)
-    new = Optimizer(model.named_parameters(), recipe)
-    new.load_state_by_name(growth.state(optimizer.state_by_name()))
+    new = Optimizer(Layout(model), recipe)
+    new.load_state_by_name(grow_state(growth, optimizer.state_by_name()))
     ratios = []
 
     def watch(before):
@@ -97,7 +99,7 @@ def main() -> None:
     for name, recipe in RECIPES.items():
         if recipe.kind not in bases:
             base = LanguageModel(BASE, seed=0)
-            optimizer = Optimizer(base.named_parameters(), recipe)
+            optimizer = Optimizer(Layout(base), recipe)
             bases[recipe.kind] = base, optimizer, train(base, optimizer, text, 0, STEPS)
         base, optimizer, before = bases[recipe.kind]
         for rule in RULES if name != "Muon jointly" else ("segment",):
@@ -119,7 +121,7 @@ def main() -> None:
             ]
             print(f"| {ratio} | {by} | {across} | " + " | ".join(f"{x:.3f}" for x in found) + " |", flush=True)
     model = grow(copy.deepcopy(base), **SIZES)
-    train(model, Optimizer(model.named_parameters(), RECIPES["Muon per segment"]), text, STEPS, 300)
+    train(model, Optimizer(Layout(model), RECIPES["Muon per segment"]), text, STEPS, 300)
     one = merge_segments(model, calibration)
     print(f"\nmerged: {loss(model, held_out):.4f} → {loss(one, held_out):.4f} on held-out text")
     draw(curves, updates, args.out)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenformer import config as c
 from tokenformer.config import Config, LayerOverride, ModelConfig
 from tokenformer.errors import UserError
+from tokenformer.strict import parse_yaml
 
 SMALL = "model: {layers: 2, dim: 32, heads: 4, qkv_tokens: 8, proj_tokens: 8, ffn_tokens: 16}\n"
 
@@ -174,3 +175,9 @@ def test_every_preset_loads_and_goes_to_yaml_and_back():
         assert c.build(Config, c.parse_yaml(c.to_yaml(config), name)) == config
         if config.model.kind == "tokenformer":
             assert config.model.resolved().tau["qkv"][0] == pytest.approx(math.sqrt(config.model.segments("qkv")[0][0]))
+
+
+def test_the_key_on_is_text_though_yaml_reads_it_as_true():
+    assert parse_yaml("{on: image., at: {step: 3}, deep: [{on: yes}]}", "x") == {
+        "on": "image.", "at": {"step": 3}, "deep": [{"on": True}]
+    }  # fmt: skip

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from tokenformer.config import ModelConfig as ModelConfig
     from tokenformer.errors import UserError as UserError
     from tokenformer.growth import grow as grow
-    from tokenformer.growth import shrink as shrink
     from tokenformer.growth import slice as slice
+    from tokenformer.growth.shrink import shrink as shrink
     from tokenformer.hub import load as load
     from tokenformer.hub import save as save
     from tokenformer.models import LanguageModel as LanguageModel
@@ -24,7 +24,7 @@ _DOOR = {
     "LanguageModel": "models",
     "Pattention": "models",
     "grow": "growth",
-    "shrink": "growth",
+    "shrink": "growth.shrink",
     "slice": "growth",
     "load": "hub",
     "save": "hub",

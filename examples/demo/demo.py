@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenformer.config import Config, load
 from tokenformer.data.text.prepare import prepare
-from tokenformer.growth.schedule import chain
+from tokenformer.growth.stages import chain
 from tokenformer.models.cost import cost
 from tokenformer.terminal import table
 from tokenformer.train.page import write_page

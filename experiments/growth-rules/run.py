@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from tokenformer.config import ModelConfig
 from tokenformer.config_train import OptimizerConfig, TrainConfig
-from tokenformer.growth import apply, plan
-from tokenformer.growth.net2net import widen
-from tokenformer.models import LanguageModel, cost
+from tokenformer.growth import Growth, apply, plan
+from tokenformer.models import LanguageModel, build, cost
+from tokenformer.parallel.layout import Layout
 from tokenformer.train.health import Guard
 from tokenformer.train.optim import Optimizer
+from tokenformer.train.rules.adamw import AdamW
 
 CONTEXT, BATCH, VOCAB = 256, 256, 384
 SHAPE = {"layers": 4, "dim": 128, "heads": 4, "context": CONTEXT, "vocab": VOCAB}
@@ -85,8 +86,9 @@ class Job:
         self.counter = torch.zeros(1, dtype=torch.long, device=device)
         self.losses, self.one = torch.zeros(len(rates), device=device), torch.ones((), device=device)
         self.guard, self.graph, self.stream = Guard(TrainConfig(), device), None, None
-        for group in optimizer.adamw.param_groups:
-            group["capturable"] = device.type == "cuda"
+        for rule in optimizer.rules:
+            for group in rule.torch.param_groups if isinstance(rule, AdamW) else ():
+                group["capturable"] = device.type == "cuda"
         if device.type == "cuda":
             self.capture()
 
@@ -98,7 +100,7 @@ class Job:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         divisor, skip, _ = self.guard.check(norm, loss, self.one)
         self.optimizer.step(self.rates.index_select(0, self.counter)[0], divisor, skip)
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         self.losses.index_copy_(0, self.counter, loss.detach()[None])
         self.counter.add_(1)
 
@@ -148,7 +150,7 @@ def prepare(model: LanguageModel, device: str) -> LanguageModel:
 
 def optimizer_for(model: LanguageModel, joint: bool = False) -> Optimizer:
     config = OptimizerConfig(kind="muon", rate=RATE, segments="joint" if joint else "apart")
-    return Optimizer(model.named_parameters(), config)
+    return Optimizer(Layout(model), config)
 
 
 def schedule(steps: int, rate: float, decay: int, device: str) -> torch.Tensor:
@@ -186,7 +188,7 @@ class Study:
         missing = [(configs[k], s) for k, s in sorted(wanted) if not self.base_path(configs[k], s).exists()]
         start, jobs = time.monotonic(), []
         for config, seed in missing:
-            model = prepare(LanguageModel(config, seed=seed), self.device)
+            model = prepare(build(config, seed), self.device)
             rates = schedule(base_steps(config), RATE, 0, self.device)
             jobs.append(Job(model, optimizer_for(model), rates, self.text, seed))
         if jobs:
@@ -216,18 +218,16 @@ class Study:
     def start(self, rule: str, seed: int) -> tuple[LanguageModel, dict | None, int]:
         """Where an arm begins: its model, the optimizer's state, FLOPs spent before."""
         if rule.startswith("scratch"):
-            return LanguageModel(dataclasses.replace(SMALL, **BIG), seed=seed), None, 0
+            return build(dataclasses.replace(SMALL, **BIG), seed=seed), None, 0
         config = TRANSFORMER if rule == "net2net" else SMALL
         tensors, state = self.read_base(config, seed)
         spent = base_steps(config) * flops(config)
         if rule in RULES:
-            if rule == "net2net":
-                growth = widen(config, tensors, dim=2 * config.dim, seed=seed)
-            else:
-                growth = plan(config, tensors, **BIG, new_tokens=rule.split(",")[0], seed=seed)
-            grown = apply(growth, tensors, state)
+            wide = rule == "net2net"
+            growth = Growth(dim=2 * config.dim) if wide else Growth(**BIG, new_tokens=rule.split(",")[0])
+            grown = apply(plan(config, tensors, growth, ends=LanguageModel.ends, seed=seed), tensors, state)
             config, tensors, state = grown.config, grown.tensors, grown.state
-        model = LanguageModel(config)
+        model = build(config)
         model.load_state_dict(tensors)
         return model, state, spent
 

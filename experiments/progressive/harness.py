@@ -27,8 +27,10 @@ from tokenformer.config import ModelConfig
 from tokenformer.config_train import OptimizerConfig, TrainConfig
 from tokenformer.models import LanguageModel, cost
 from tokenformer.models.cost import equal_transformer
+from tokenformer.parallel.layout import Layout
 from tokenformer.train.health import Guard
 from tokenformer.train.optim import Optimizer
+from tokenformer.train.rules.adamw import AdamW
 
 VOCAB, RATE, WARMUP = 384, 4e-3, 20
 Size = tuple[int, int, int]  # parameter tokens: qkv, proj, ffn
@@ -43,9 +45,10 @@ def build(config: ModelConfig, seed: int) -> LanguageModel:
 
 
 def optimizer_for(model: LanguageModel, shares: dict[str, torch.Tensor]) -> Optimizer:
-    optimizer = Optimizer(model.named_parameters(), OptimizerConfig(kind="muon", rate=RATE), shares)
-    for group in optimizer.adamw.param_groups:
-        group["capturable"] = next(model.parameters()).is_cuda
+    optimizer = Optimizer(Layout(model), OptimizerConfig(kind="muon", rate=RATE), shares)
+    for rule in optimizer.rules:
+        for group in rule.torch.param_groups if isinstance(rule, AdamW) else ():
+            group["capturable"] = next(model.parameters()).is_cuda
     return optimizer
 
 
@@ -61,7 +64,8 @@ def grow(config: ModelConfig, tensors: Tensors, state: dict, stage: "Stage", see
     sizes = dict(zip(("qkv_tokens", "proj_tokens", "ffn_tokens"), stage.size, strict=True))
     rule = "segment" if stage.rule == "copy" else stage.rule
     how = {"layers": stage.layers} if stage.layers else {}
-    plan = growth.plan(config, list(tensors), **sizes, **how, new_tokens=rule, seed=seed, number=number)
+    asked = growth.Growth(**sizes, **how, new_tokens=rule)
+    plan = growth.plan(config, list(tensors), asked, ends=LanguageModel.ends, seed=seed, number=number)
     grown = growth.apply(plan, tensors, state)
     if stage.rule == "copy":
         copy_keys(tensors, grown.tensors, stage.noise, seed)
@@ -423,7 +427,7 @@ class Machine:
         norm = torch.nn.utils.get_total_norm(gradients)
         divisor, skip, _ = self.guard.check(norm, loss, self.one)
         self.optimizer.step(self.rates.index_select(0, self.counter)[0], divisor, skip)
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         self.losses.index_copy_(0, self.counter, loss.detach()[None])
         self.skipped.add_(skip)
         self.counter.add_(1)
@@ -612,11 +616,10 @@ class Harness:
                 sizes = dict(zip(("qkv_tokens", "proj_tokens", "ffn_tokens"), stage.size, strict=True))
                 config = dataclasses.replace(config, **sizes, tau={}, layer_overrides={}).resolved()
                 continue
-            names = [name for name, _ in on_meta(config).named_parameters()]
             sizes = dict(zip(("qkv_tokens", "proj_tokens", "ffn_tokens"), stage.size, strict=True))
             rule = "segment" if stage.rule == "copy" else stage.rule
             how = {"layers": stage.layers} if stage.layers else {}
-            config = growth.plan(config, names, **sizes, **how, new_tokens=rule).config
+            config = growth.plan(config, [], growth.Growth(**sizes, **how, new_tokens=rule)).config
         return config
 
     def expected(self, plan: Plan) -> float:

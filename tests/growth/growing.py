@@ -5,6 +5,8 @@ import math
 import torch
 
 from tokenformer import LanguageModel, ModelConfig
+from tokenformer.growth import Growth, Plan, plan_for
+from tokenformer.models import build
 
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")
 
@@ -21,7 +23,7 @@ def baseline(kind="transformer", layers=3, **changes) -> ModelConfig:
 
 def lively(shape: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """As if trained: no output is near zero, no norm is 1, softmax scores spread."""
-    model = LanguageModel(shape, seed=seed)
+    model = build(shape, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -35,6 +37,10 @@ def lively(shape: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
             else:
                 p.copy_(0.5 * noise)
     return model.to(dtype)
+
+
+def planned(model: LanguageModel, **how) -> Plan:
+    return plan_for(model, Growth(**how))
 
 
 def random_ids(rows=3, length=24, vocab=128, seed=0) -> torch.Tensor:

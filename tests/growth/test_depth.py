@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from growing import THETAS, baseline, config, lively, moved, random_ids
+from growing import THETAS, baseline, config, lively, moved, planned, random_ids
 
-from tokenformer.growth import follow, grow, plan
+from tokenformer.growth import follow, grow
 from tokenformer.growth.depth import places
 from tokenformer.growth.verify import gradient
 
@@ -37,7 +37,7 @@ def test_norms_of_a_new_block_begin_at_one():
 )
 def test_new_blocks_learn_from_the_second_step(shape):
     model = lively(shape)
-    growth = plan(model.config, [n for n, _ in model.named_parameters()], layers=4)
+    growth = planned(model, layers=4)
     seen = gradient(follow(model, growth), random_ids(8, 32), growth)
     assert seen and all(a.within_two == a.rows > 0 for name, a in seen.items()), seen
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from growing import baseline, config, lively, moved, random_ids
+from growing import baseline, config, lively, moved, planned, random_ids
 
 from tokenformer import UserError
-from tokenformer.growth import follow, grow, plan
+from tokenformer.growth import follow, grow
 from tokenformer.growth.verify import verify
 
 SHAPES = {
@@ -22,10 +22,10 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 def test_whole_ratios_are_exact(shape, ratio, noise):
     model = lively(shape, dtype=torch.float64)
-    wider = grow(model, dim=32 * ratio, noise=noise)
+    wider = grow(model, dim=32 * ratio, copy_noise=noise)
     assert wider.config.heads == 4 * ratio and wider.config.head_dim == 8
     assert moved(model, wider) <= 1e-12
-    assert moved(lively(shape), grow(lively(shape), dim=32 * ratio, noise=noise)) <= 1e-5
+    assert moved(lively(shape), grow(lively(shape), dim=32 * ratio, copy_noise=noise)) <= 1e-5
 
 
 def test_the_final_norm_of_a_tied_model_is_divided_by_the_ratio():
@@ -46,7 +46,7 @@ def test_the_mlp_alone_is_exact_at_any_ratio(kind, ffn_dim):
 @pytest.mark.parametrize("how", [{"dim": 48}, {"dim": 64, "widen": "block"}, {"layers": 6, "new_layers": "stack"}])
 def test_other_ratios_the_block_form_and_stacking_change_the_function_and_say_so(how):
     model = lively(baseline())
-    growth = plan(model.config, dict(model.named_parameters()), **how)
+    growth = planned(model, **how)
     certificate = verify(model, follow(model, growth), random_ids(), growth)
     assert not certificate.exact and certificate.logit_relative > 1e-3
 
@@ -54,7 +54,7 @@ def test_other_ratios_the_block_form_and_stacking_change_the_function_and_say_so
 def test_copies_part_in_training_only_with_noise():
     ids = random_ids(4, 16)
     for noise, part in ((0.0, False), (0.1, True)):
-        wider = grow(lively(baseline(), dtype=torch.float64), dim=64, noise=noise)
+        wider = grow(lively(baseline(), dtype=torch.float64), dim=64, copy_noise=noise)
         output = wider(ids[:, :-1], labels=ids[:, 1:])
         output.loss_sum.backward()
         first, second = wider.blocks[0].ffn.up.weight.grad.chunk(2)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from growing import THETAS, config, lively, moved, random_ids
 
-from tokenformer import UserError
-from tokenformer.growth import grow, shrink, slice
+from tokenformer import UserError, grow, shrink, slice
 from tokenformer.growth.measure import segments
 from tokenformer.growth.shape import table, total
 from tokenformer.growth.shrink import energy

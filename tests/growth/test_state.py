@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from growing import config
+from growing import config, planned
 
-from tokenformer import LanguageModel
 from tokenformer.config_train import OptimizerConfig
-from tokenformer.growth import apply, follow, plan
-from tokenformer.growth.state import warning
+from tokenformer.growth import Growth, apply, follow, plan
+from tokenformer.growth.state import grow_state, warning
+from tokenformer.models import build
+from tokenformer.parallel.layout import Layout
 from tokenformer.train.optim import Optimizer
 
 TEXT = torch.tensor(list((Path(__file__).parents[2] / "LICENSE").read_bytes()))
@@ -23,7 +24,7 @@ def train(model, optimizer, steps, start=0, watch=None):
         first = torch.randint(len(TEXT) - 49, (12,), generator=torch.Generator().manual_seed(step))
         ids = torch.stack([TEXT[i : i + 49] for i in first])
         output = model(ids[:, :-1], labels=ids[:, 1:])
-        optimizer.zero_grad()
+        model.zero_grad()
         (output.loss_sum / output.count).backward()
         before = {n: p.detach().clone() for n, p in model.named_parameters()} if watch else {}
         optimizer.step(optimizer.config.rate, one, zero)
@@ -35,8 +36,8 @@ def train(model, optimizer, steps, start=0, watch=None):
 def trained(request):
     """A real tiny model, trained on real text until its moments mean something."""
     shape = config(layers=2, vocab=256)
-    model = LanguageModel(shape, seed=0)
-    optimizer = Optimizer(model.named_parameters(), OptimizerConfig(kind=request.param, rate=RATE[request.param]))
+    model = build(shape)
+    optimizer = Optimizer(Layout(model), OptimizerConfig(kind=request.param, rate=RATE[request.param]))
     train(model, optimizer, 150)
     return model, optimizer
 
@@ -44,10 +45,10 @@ def trained(request):
 def updates(trained, **how):
     """RMS of each of 20 updates of keys and values, old and new rows, after a growth to three times the tokens."""
     model, optimizer = trained
-    growth = plan(model.config, dict(model.named_parameters()), qkv_tokens=72, proj_tokens=60, ffn_tokens=144, **how)
+    growth = planned(model, qkv_tokens=72, proj_tokens=60, ffn_tokens=144, **how)
     bigger = follow(model, growth)
-    new = Optimizer(bigger.named_parameters(), optimizer.config)
-    new.load_state_by_name(growth.state(optimizer.state_by_name()))
+    new = Optimizer(Layout(bigger), optimizer.config)
+    new.load_state_by_name(grow_state(growth, optimizer.state_by_name()))
     found = []
 
     def watch(before):
@@ -82,7 +83,7 @@ def test_no_rule_makes_first_updates_huge_at_the_official_betas(trained):
 def test_old_rows_keep_their_state_and_new_ones_begin_at_zero(trained, rule):
     model, optimizer = trained
     state, tensors = optimizer.state_by_name(), {n: p.detach() for n, p in model.named_parameters()}
-    growth = plan(model.config, tensors, ffn_tokens=144, new_tokens=rule)
+    growth = planned(model, ffn_tokens=144, new_tokens=rule)
     grown = apply(growth, tensors, state).state
     name = "blocks.0.ffn.segments.0.key_tokens"
     if rule == "segment":
@@ -98,14 +99,14 @@ def test_old_rows_keep_their_state_and_new_ones_begin_at_zero(trained, rule):
 def test_state_follows_its_block_when_blocks_are_put_between(trained):
     model, optimizer = trained
     state = optimizer.state_by_name()
-    grown = plan(model.config, dict(model.named_parameters()), layers=3, positions=[1]).state(state)
+    grown = grow_state(planned(model, layers=3, positions=[1]), state)
     assert grown["blocks.2.ffn.segments.0.key_tokens"] is state["blocks.1.ffn.segments.0.key_tokens"]
     assert not any(name.startswith("blocks.1.") for name in grown)
 
 
 def test_appended_rows_warn_above_beta2_of_098():
     shape = config()
-    assert warning(plan(shape, [], ffn_tokens=60), 0.999) is None
-    appended = plan(shape, [], ffn_tokens=60, new_tokens="zero_value")
+    assert warning(plan(shape, [], Growth(ffn_tokens=60)), 0.999) is None
+    appended = plan(shape, [], Growth(ffn_tokens=60, new_tokens="zero_value"))
     assert warning(appended, 0.95) is None
     assert "0.999" in (warning(appended, 0.999) or "")

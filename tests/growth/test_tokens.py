@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from growing import THETAS, config, lively, moved, random_ids
+from growing import THETAS, config, lively, moved, planned, random_ids
 
 import tokenformer
-from tokenformer import LanguageModel, UserError
-from tokenformer.growth import apply, follow, grow, plan
+from tokenformer import UserError
+from tokenformer.growth import apply, follow, grow
 from tokenformer.growth.verify import gradient, verify
+from tokenformer.models import build
+from tokenformer.strict import build as from_keys
 
 SIZES = [(31, 30, 60), (40, 44, 96), (64, 50, 100)]
 
@@ -43,8 +45,7 @@ def test_zero_keys_with_held_tau_are_exact_for_the_l2_and_l1_forms(theta, times)
 )
 def test_the_other_rules_change_the_function_and_the_certificate_says_how_much(how):
     model = lively(config())
-    names = [n for n, _ in model.named_parameters()]
-    growth = plan(model.config, names, qkv_tokens=48, proj_tokens=40, ffn_tokens=96, **how)
+    growth = planned(model, qkv_tokens=48, proj_tokens=40, ffn_tokens=96, **how)
     certificate = verify(model, follow(model, growth), random_ids(), growth)
     assert not certificate.exact and certificate.logit_relative > 1e-3
     assert certificate.loss_after != certificate.loss_before and certificate.alive
@@ -86,9 +87,7 @@ def test_rules_may_differ_by_projection():
 
 def test_layers_that_differ_get_what_each_lacks():
     overrides = {1: {"ffn_tokens": [60, 20], "tau": {"ffn": [3.0, 2.0]}}, 2: {"ffn_tokens": 100}}
-    from tokenformer.strict import build
-
-    shape = build(
+    shape = from_keys(
         tokenformer.ModelConfig,
         {
             "layers": 3,
@@ -115,8 +114,7 @@ def test_layers_that_differ_get_what_each_lacks():
 @pytest.mark.parametrize("rule", ["segment", "zero_key", "zero_value", "random"])
 def test_every_new_token_has_gradient_within_two_steps(rule):
     model = lively(config())
-    names = [n for n, _ in model.named_parameters()]
-    growth = plan(model.config, names, qkv_tokens=48, proj_tokens=40, ffn_tokens=96, new_tokens=rule)
+    growth = planned(model, qkv_tokens=48, proj_tokens=40, ffn_tokens=96, new_tokens=rule)
     seen = gradient(follow(model, growth), random_ids(8, 32), growth)
     assert len(seen) == 10 and all(a.within_two == a.rows > 0 for a in seen.values())
     first, later = ("values", "keys") if rule == "segment" else ("keys", "values")
@@ -153,12 +151,12 @@ def test_zero_keys_beside_values_that_never_trained_are_not_dead():
 )
 def test_what_cannot_be_grown_is_refused_with_a_sentence(how, sentence):
     with pytest.raises(UserError, match=sentence):
-        grow(LanguageModel(config()), **how)
+        grow(build(config()), **how)
 
 
 def test_softmax_refuses_zero_keys():
     with pytest.raises(UserError, match="softmax"):
-        grow(LanguageModel(config(theta="softmax")), ffn_tokens=60, new_tokens="zero_key")
+        grow(build(config(theta="softmax")), ffn_tokens=60, new_tokens="zero_key")
 
 
 def test_new_values_belong_to_seed_number_and_name_and_to_no_global_state():
@@ -203,8 +201,8 @@ def test_the_history_says_what_happened():
 def test_the_pure_function_needs_no_model():
     model = lively(config())
     tensors = {n: p.detach() for n, p in model.named_parameters()}
-    result = apply(plan(model.config, tensors, ffn_tokens=60), tensors)
+    result = apply(planned(model, ffn_tokens=60), tensors)
     assert result.state is None and result.tensors["embedding.weight"] is tensors["embedding.weight"]
-    bigger = LanguageModel(result.config)
+    bigger = build(result.config)
     bigger.load_state_dict(result.tensors)
     assert moved(model, bigger) <= 5e-6

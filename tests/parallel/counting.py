@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tokenformer.config import load
-from tokenformer.parallel.plan import Planner, Rank
+from tokenformer.parallel.estimate import Planner, Rank
 from tokenformer.train.trainer import Trainer
 
 

@@ -13,7 +13,7 @@ from tokenformer.config import ModelConfig, ParallelConfig
 from tokenformer.errors import UserError
 from tokenformer.parallel.layout import Split
 from tokenformer.parallel.mesh import Place, check, degrees
-from tokenformer.parallel.token import owners, tiled
+from tokenformer.parallel.tokens import owners, tiled
 
 MODEL = ModelConfig(layers=2, dim=32, heads=4, qkv_tokens=8, proj_tokens=8, ffn_tokens=[8, 3], vocab=128)
 

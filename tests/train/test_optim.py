@@ -5,19 +5,40 @@ import torch
 
 from tokenformer.config import ModelConfig
 from tokenformer.config_train import OptimizerConfig
-from tokenformer.models import LanguageModel
-from tokenformer.train.optim import Optimizer, split
+from tokenformer.models import LanguageModel, build
+from tokenformer.parallel.layout import Layout
+from tokenformer.train.optim import Optimizer
+from tokenformer.train.rules.adamw import AdamW
+from tokenformer.train.rules.muon import Muon
 
 TINY = ModelConfig(layers=2, dim=32, heads=2, qkv_tokens=24, proj_tokens=[16, 40], ffn_tokens=48, vocab=64, context=16)
 ONE, GO = torch.tensor(1.0), torch.tensor(0.0)
 
 
 def with_gradients(seed: int, dtype=torch.float64, config=TINY) -> LanguageModel:
-    model = LanguageModel(config, seed=seed).to(dtype)
+    model = build(config, seed).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=dtype)
     return model
+
+
+def made(model: LanguageModel, config: OptimizerConfig) -> Optimizer:
+    return Optimizer(Layout(model), config)
+
+
+def muon_of(optimizer: Optimizer) -> Muon:
+    return next(rule for rule in optimizer.rules if isinstance(rule, Muon))
+
+
+def adamw_of(optimizer: Optimizer) -> AdamW:
+    return next(rule for rule in optimizer.rules if isinstance(rule, AdamW))
+
+
+def without_decay(optimizer: Optimizer) -> set[str]:
+    rule = adamw_of(optimizer)
+    plain = {p for group in rule.torch.param_groups if not group["weight_decay"] for p in group["params"]}
+    return {name for name, p in rule.parameters.items() if p in plain}
 
 
 def muon_reference(w, g, m, rate, c):
@@ -36,39 +57,40 @@ def muon_reference(w, g, m, rate, c):
 def test_muon_is_its_ten_line_float64_reference_over_several_steps():
     config = OptimizerConfig(kind="muon", rate=0.02)
     model = with_gradients(1)
-    optimizer = Optimizer(model.named_parameters(), config)
-    expected = {n: (p.detach().clone(), torch.zeros_like(p)) for n, p in optimizer.matrices.items()}
-    assert len({p.shape for p in optimizer.matrices.values()}) == 4  # wide and tall ones
-    generator = torch.Generator().manual_seed(7)
+    optimizer = made(model, config)
+    matrices, generator = muon_of(optimizer).matrices, torch.Generator().manual_seed(7)
+    expected = {n: (p.detach().clone(), torch.zeros_like(p)) for n, p in matrices.items()}
+    assert len({p.shape for p in matrices.values()}) == 4  # wide and tall ones
     for _ in range(3):  # other gradients each time: collinear ones would hide how momentum and gradient are mixed
-        for name, p in optimizer.matrices.items():
+        for name, p in matrices.items():
             p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
             expected[name] = muon_reference(expected[name][0], p.grad, expected[name][1], 0.02, config)
         optimizer.step(0.02, ONE, GO)
-    for name, p in optimizer.matrices.items():
+    for name, p in matrices.items():
         torch.testing.assert_close(p.detach(), expected[name][0], rtol=1e-11, atol=1e-13)
-        torch.testing.assert_close(optimizer.momentum[name], expected[name][1], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(muon_of(optimizer).momentum[name], expected[name][1], rtol=1e-12, atol=1e-14)
 
 
 def test_joint_muon_takes_the_segments_of_a_projection_as_one_matrix():
     config = OptimizerConfig(kind="muon", rate=0.02, segments="joint")
     model = with_gradients(1)
-    optimizer = Optimizer(model.named_parameters(), config)
+    optimizer = made(model, config)
+    rule = muon_of(optimizer)
     pairs = [[f"blocks.{i}.attention.proj.segments.{j}.value_tokens" for j in (0, 1)] for i in (0, 1)]
     expected = []
     for pair in pairs:
-        w, g = (torch.cat([_one(optimizer, name)[i] for name in pair]) for i in (0, 1))
+        w, g = (torch.cat([_one(rule, name)[i] for name in pair]) for i in (0, 1))
         expected.append(muon_reference(w.detach(), g, torch.zeros_like(w), 0.02, config))
-    alone = muon_reference(*_one(optimizer, pairs[0][0]), 0.02, config)[0].detach()
+    alone = muon_reference(*_one(rule, pairs[0][0]), 0.02, config)[0].detach()
     optimizer.step(0.02, ONE, GO)
     for pair, (weight, momentum) in zip(pairs, expected, strict=True):
-        torch.testing.assert_close(torch.cat([optimizer.matrices[n].detach() for n in pair]), weight)
-        torch.testing.assert_close(torch.cat([optimizer.momentum[n] for n in pair]), momentum)
-    assert not torch.allclose(optimizer.matrices[pairs[0][0]], alone)
+        torch.testing.assert_close(torch.cat([rule.matrices[n].detach() for n in pair]), weight)
+        torch.testing.assert_close(torch.cat([rule.momentum[n] for n in pair]), momentum)
+    assert not torch.allclose(rule.matrices[pairs[0][0]], alone)
 
 
-def _one(optimizer: Optimizer, name: str):
-    matrix = optimizer.matrices[name]
+def _one(rule: Muon, name: str):
+    matrix = rule.matrices[name]
     return matrix, matrix.grad, torch.zeros_like(matrix)
 
 
@@ -76,31 +98,30 @@ def test_muon_is_close_to_torch_muon_which_orthogonalises_in_bf16():
     config = OptimizerConfig(kind="muon", rate=0.01, orthogonal_dtype="bf16")
     ours, theirs = with_gradients(2, torch.float32), with_gradients(2, torch.float32)
     before = {n: p.detach().clone() for n, p in ours.named_parameters()}
-    Optimizer(ours.named_parameters(), config).step(0.01, ONE, GO)
-    matrices = split(theirs.named_parameters(), "muon")["muon"]
+    made(ours, config).step(0.01, ONE, GO)
+    matrices = muon_of(made(theirs, config)).matrices
     torch.optim.Muon(matrices.values(), lr=0.01, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
     for name, p in matrices.items():
         mine, other = dict(ours.named_parameters())[name] - before[name], p - before[name]
         assert (mine - other).norm() < 3e-2 * other.norm()
 
 
-@pytest.mark.parametrize("rows, columns", [(64, 64), (256, 64), (64, 256)])
-def test_a_muon_step_has_the_rms_of_an_adamw_step(rows, columns):
-    parameter = torch.nn.Parameter(torch.zeros(rows, columns))
-    other = torch.nn.Parameter(torch.zeros(4, 4))
-    optimizer = Optimizer([("blocks.0.w", parameter), ("embedding.weight", other)], OptimizerConfig(kind="muon"))
-    parameter.grad = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    other.grad = torch.ones(4, 4)
-    optimizer.step(1e-3, ONE, GO)
-    assert 0.14e-3 < parameter.detach().square().mean().sqrt() < 0.26e-3  # 0.2 of the rate
+@pytest.mark.parametrize("tokens", [64, 256, 16])
+def test_a_muon_step_has_the_rms_of_an_adamw_step(tokens):
+    config = ModelConfig(layers=1, dim=64, heads=2, qkv_tokens=8, proj_tokens=8, ffn_tokens=tokens, vocab=64)
+    model = with_gradients(0, torch.float32, config)
+    parameter = model.blocks[0].ffn.segments[0].key_tokens
+    before = parameter.detach().clone()
+    made(model, OptimizerConfig(kind="muon", weight_decay=0)).step(1e-3, ONE, GO)
+    assert 0.14e-3 < (parameter.detach() - before).square().mean().sqrt() < 0.26e-3  # 0.2 of the rate
 
 
 def test_adamw_is_torchs_with_decay_on_everything_but_norms():
     config = OptimizerConfig(kind="adamw", rate=1e-2)
     ours, theirs = with_gradients(3, torch.float32), with_gradients(3, torch.float32)
-    optimizer = Optimizer(ours.named_parameters(), config)
-    assert sorted(split(ours.named_parameters(), "adamw")["plain"]) == ["norm.bias", "norm.weight"]
-    assert not split(ours.named_parameters(), "adamw")["muon"]
+    optimizer = made(ours, config)
+    assert without_decay(optimizer) == {"norm.bias", "norm.weight"}
+    assert len(optimizer.rules) == 1
     plain, decayed = [theirs.norm.weight, theirs.norm.bias], [p for p in theirs.parameters() if p.ndim == 2]
     groups = [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.1}]
     reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False)
@@ -117,16 +138,18 @@ def test_adamw_is_torchs_with_decay_on_everything_but_norms():
 
 def test_the_recipe_muon_leaves_embedding_head_and_norms_to_adamw():
     config = ModelConfig(kind="llama", layers=1, dim=32, heads=2, vocab=64, tied=False, context=16)
-    groups = split(LanguageModel(config).named_parameters(), "muon")
-    assert set(groups["adamw"]) == {"embedding.weight", "head.weight"}
-    assert all(name.endswith("norm.weight") for name in groups["plain"]) and len(groups["plain"]) == 3
-    assert all(name.startswith("blocks.") for name in groups["muon"]) and len(groups["muon"]) == 7
+    optimizer = made(build(config), OptimizerConfig(kind="muon"))
+    plain = without_decay(optimizer)
+    assert plain == {"norm.weight", "blocks.0.attention_norm.weight", "blocks.0.ffn_norm.weight"}
+    assert adamw_of(optimizer).parameters.keys() - plain == {"embedding.weight", "head.weight"}
+    matrices = muon_of(optimizer).matrices
+    assert all(name.startswith("blocks.") for name in matrices) and len(matrices) == 7
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_skipped_step_changes_no_bit_and_the_divisor_scales_gradients(kind):
     model = with_gradients(4, torch.float32)
-    optimizer = Optimizer(model.named_parameters(), OptimizerConfig(kind=kind))
+    optimizer = made(model, OptimizerConfig(kind=kind))
     optimizer.step(1e-2, ONE, GO)
     before = snapshot(model, optimizer)
     for p in model.parameters():
@@ -138,17 +161,17 @@ def test_a_skipped_step_changes_no_bit_and_the_divisor_scales_gradients(kind):
     half, whole = with_gradients(5, torch.float32), with_gradients(5, torch.float32)
     for p in half.parameters():
         p.grad *= 8
-    Optimizer(half.named_parameters(), OptimizerConfig(kind=kind)).step(1e-2, torch.tensor(8.0), GO)
-    Optimizer(whole.named_parameters(), OptimizerConfig(kind=kind)).step(1e-2, ONE, GO)
+    made(half, OptimizerConfig(kind=kind)).step(1e-2, torch.tensor(8.0), GO)
+    made(whole, OptimizerConfig(kind=kind)).step(1e-2, ONE, GO)
     assert all(torch.equal(p, q) for p, q in zip(half.parameters(), whole.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_state_by_name_restores_exactly_and_a_new_parameter_starts_fresh(kind):
     model, other = with_gradients(6, torch.float32), with_gradients(6, torch.float32)
-    optimizer = Optimizer(model.named_parameters(), OptimizerConfig(kind=kind))
+    optimizer = made(model, OptimizerConfig(kind=kind))
     optimizer.step(1e-2, ONE, GO)
-    second = Optimizer(other.named_parameters(), OptimizerConfig(kind=kind))
+    second = made(other, OptimizerConfig(kind=kind))
     other.load_state_dict(model.state_dict())
     state = optimizer.state_by_name()
     keys = {"momentum"} if kind == "muon" else {"exp_avg", "exp_avg_sq", "step"}

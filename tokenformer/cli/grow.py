@@ -6,6 +6,7 @@ tokenformer grow my-folder --layers 24 --no-verify --out deeper
 """
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +53,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    import torch
+
     from tokenformer import growth, hub
     from tokenformer.config import load
     from tokenformer.files import refuse_existing
+    from tokenformer.growth.make import tensors as made
     from tokenformer.growth.verify import verify
     from tokenformer.hub.folder import write_folder
     from tokenformer.hub.open import open_model
-    from tokenformer.models import cost
+    from tokenformer.models import build, cost
 
     refuse_existing(args.out)
     if args.text and not args.verify:
@@ -67,13 +71,15 @@ def run(args: argparse.Namespace) -> None:
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer)
     tensors, dtypes, history = opened.tensors(stream=not args.verify)
     config = opened.config.resolved()
-    how = _how(args) | (_sizes(config, wanted) if wanted else {})
-    plan = growth.plan(config, list(tensors), **how, number=len(history))
+    with torch.device("meta"):
+        ends = build(config).ends
+    asked = growth.Growth(**(_given(args) | (_sizes(config, wanted) if wanted else {})))
+    plan = growth.plan(config, list(tensors), asked, ends=ends, seed=args.seed, number=len(history))
     before, after = cost(config).parameters, cost(plan.config).parameters
     if not args.verify:
         types = {name: dtypes[min(recipe.reads())] for name, recipe in plan.recipes.items()}
         events = [*history, plan.event]
-        write_folder(args.out, plan.config, events, plan.tensors(tensors), types, opened.tokenizer_json)
+        write_folder(args.out, plan.config, events, made(plan, tensors), types, opened.tokenizer_json)
     else:
         width = max(dtype.itemsize for dtype in dtypes.values()) / 1e6
         print(
@@ -90,33 +96,21 @@ def run(args: argparse.Namespace) -> None:
     print(f"{args.out}: {before:,} → {after:,} parameters")
 
 
-def _how(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `growth.plan` that were given."""
-    names = (
-        "qkv_tokens",
-        "proj_tokens",
-        "ffn_tokens",
-        "layers",
-        "tau",
-        "new_layers",
-        "dim",
-        "ffn_dim",
-        "widen",
-        "seed",
-    )
-    how: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a `Growth` that were given."""
+    from tokenformer.growth import Growth
+
+    given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Growth)}
     rules = args.new_tokens or []
-    if any("=" in rule for rule in rules):
-        how["new_tokens"] = dict(rule.partition("=")[::2] for rule in rules)
-    elif rules:
-        how["new_tokens"] = "+".join(rules)
-    if args.positions:
-        words = all(word.isdigit() for word in args.positions)
-        how["positions"] = [int(word) for word in args.positions] if words else " ".join(args.positions)
-    return how
+    by_projection = any("=" in rule for rule in rules)
+    given["new_tokens"] = dict(rule.partition("=")[::2] for rule in rules) if by_projection else "+".join(rules)
+    words = args.positions or []
+    numbers = all(word.isdigit() for word in words)
+    given["positions"] = [int(word) for word in words] if numbers else " ".join(words)
+    return {name: value for name, value in given.items() if value not in (None, "", [])}
 
 
-def _sizes(config: "ModelConfig", wanted: "ModelConfig") -> dict[str, int]:
+def _sizes(config: "ModelConfig", wanted: "ModelConfig") -> dict[str, Any]:
     """The totals of the wanted model that this one has not."""
     from tokenformer.growth.shape import sizes
 

@@ -23,9 +23,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tokenformer.config_train import DEGREES
     from tokenformer.errors import UserError
-    from tokenformer.growth.schedule import chain
+    from tokenformer.growth.stages import chain
     from tokenformer.hub.open import read_config
-    from tokenformer.parallel.plan import choose
+    from tokenformer.parallel.estimate import choose
     from tokenformer.train.run import with_batch_sizes
 
     for name in ("gpus", "gpus_per_node"):

@@ -30,9 +30,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from tokenformer import growth, hub
+    from tokenformer import hub
     from tokenformer.cli.grow import text_ids
     from tokenformer.files import refuse_existing
+    from tokenformer.growth.shrink import shrink
     from tokenformer.hub.open import open_model
 
     refuse_existing(args.out)
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     ids = text_ids(args.text, opened, args.tokens) if args.text else None
     sizes = {f"{which}_tokens": getattr(args, f"{which}_tokens") for which in PROJECTIONS}
     how = {"ratio": args.ratio, "by": args.by, "across": args.across, "tau": args.tau}
-    smaller = growth.shrink(model, ids, **sizes, **how)
+    smaller = shrink(model, ids, **sizes, **how)
     hub.save(smaller, args.out, tokenizer_json=opened.tokenizer_json)
     event = smaller.history[-1]
     for name, before in event["before"].items():

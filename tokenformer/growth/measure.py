@@ -3,54 +3,60 @@
 Legend: T rows of data, D dim, N parameter tokens of one segment.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from tokenformer.config import PROJECTION_OF
 from tokenformer.models import LanguageModel, Pattention
-from tokenformer.models.layers import THETAS, Segment
+from tokenformer.models.layers import THETAS, Block, Segment
+from tokenformer.models.names import Name
 
-KIND = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}
 Where = tuple[int, str, int]  # layer, projection, segment
 
 
-def layers(model: LanguageModel) -> Iterator[tuple[int, str, Pattention]]:
-    """(layer, projection, module) of every Pattention, query first."""
-    for layer, block in enumerate(model.blocks):
-        attention = cast(nn.Module, block.attention)
-        for name in KIND:
-            yield layer, name, cast(Pattention, block.ffn if name == "ffn" else getattr(attention, name))
+def place_of(name: Name) -> Where:
+    """Where a parameter token stands."""
+    assert name.layer is not None and name.segment is not None
+    return name.layer, name.projection, name.segment
 
 
-def segments(model: LanguageModel) -> Iterator[tuple[Where, Segment]]:
+def layers(model: nn.Module, on: str = "") -> Iterator[tuple[int, str, Pattention]]:
+    """(layer, projection, module) of every Pattention of a trunk, query first."""
+    trunk = model.get_submodule(on.removesuffix("."))
+    for layer, block in enumerate(cast(Sequence[Block], trunk.blocks)):
+        for name in PROJECTION_OF:
+            yield layer, name, cast(Pattention, block.ffn if name == "ffn" else getattr(block.attention, name))
+
+
+def segments(model: nn.Module, on: str = "") -> Iterator[tuple[Where, Segment]]:
     """Every segment with where it stands."""
-    for layer, name, module in layers(model):
+    for layer, name, module in layers(model, on):
         for i, segment in enumerate(module.segments):
             yield (layer, name, i), segment
 
 
 @torch.no_grad()
-def watch(model: LanguageModel, ids: Tensor, see: Callable[[Where, Tensor, Tensor], None]) -> None:
-    """Run the model on ids (B, T); `see(where, score_TN, activation_TN)` is told of every segment, sample by sample."""
+def each_activation(model: LanguageModel, ids: Tensor, visit: Callable[[Where, Tensor, Tensor], None]) -> None:
+    """Run the model on ids (B, T), and call `visit(where, score_TN, activation_TN)` per segment and sample."""
     hooks = []
 
-    def tell(layer: int, names: list[str], members: list[Pattention]) -> Callable:
+    def hook_of(layer: int, names: list[str], members: list[Pattention]) -> Callable:
         def hook(_module: nn.Module, arguments: tuple) -> None:
             x_TD = arguments[0].flatten(0, -2)
             for name, member in zip(names, members, strict=True):
                 for i, (score_TN, active_TN) in enumerate(member.activations(x_TD)):
-                    see((layer, name, i), score_TN.double(), active_TN.double())
+                    visit((layer, name, i), score_TN.double(), active_TN.double())
 
         return hook
 
-    for layer, block in enumerate(model.blocks):
+    for layer, block in enumerate(cast(Sequence[Block], model.blocks)):
         found = {name: module for at, name, module in layers(model) if at == layer}
-        qkv = ["query", "key", "value"]
-        attention = cast(nn.Module, block.attention)  # q, k and v are one product: their input is the attention's
-        hooks.append(attention.register_forward_pre_hook(tell(layer, qkv, [found[name] for name in qkv])))
-        hooks += [found[n].register_forward_pre_hook(tell(layer, [n], [found[n]])) for n in ("proj", "ffn")]
+        qkv = ["query", "key", "value"]  # one product: their input is the attention's
+        hooks.append(block.attention.register_forward_pre_hook(hook_of(layer, qkv, [found[name] for name in qkv])))
+        hooks += [found[n].register_forward_pre_hook(hook_of(layer, [n], [found[n]])) for n in ("proj", "ffn")]
     try:
         for row in ids:
             model.hidden(row[None])

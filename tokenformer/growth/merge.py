@@ -1,4 +1,4 @@
-"""The segments of every layer into one, so that formats without segments can hold a grown model. Approximate.
+"""Merge the segments of every layer into one, so that formats without segments can hold a grown model. Approximate.
 
 One normalisation replaces several, so each segment is rescaled until, on given text, its scores come out as large as
 they were: by its keys where Θ ignores their common scale (L2 before gelu, L1), by its values elsewhere.
@@ -9,25 +9,28 @@ import math
 import torch
 from torch import Tensor
 
-from tokenformer.growth.measure import Where, layers, mass, watch
+from tokenformer.config import PROJECTIONS
+from tokenformer.growth.make import rms
+from tokenformer.growth.measure import Where, each_activation, layers, mass
 from tokenformer.growth.model import hold
-from tokenformer.growth.plan import rms
 from tokenformer.growth.shape import Segments, sizes, table, total, with_table
 from tokenformer.growth.verify import loss
 from tokenformer.models import LanguageModel
 from tokenformer.models.layers import THETAS
+from tokenformer.models.names import parse
 from tokenformer.strict import need
 
 
 def merge_segments(model: LanguageModel, ids: Tensor, *, force: bool = False) -> LanguageModel:
-    """One segment a layer, τ = √(Στ²), which is √n where every segment had √n. Measured on ids (B, T) of real text.
+    """Make one segment per layer, τ = √(Στ²), which is √n where every segment had √n. Measured on ids (B, T) of text.
 
     For softmax one sum of exponentials replaces several, which no rescaling of keys can undo: refused unless forced.
     The last entry of the history says how the loss on these ids changed.
 
-    >>> from tokenformer import LanguageModel, ModelConfig
+    >>> from tokenformer.config import ModelConfig
+    >>> from tokenformer.models import build
     >>> config = ModelConfig(layers=1, dim=32, heads=4, qkv_tokens=16, proj_tokens=16, ffn_tokens=[48, 16], vocab=128)
-    >>> merge_segments(LanguageModel(config), torch.arange(64).view(2, 32)).config.segments("ffn")
+    >>> merge_segments(build(config), torch.arange(64).view(2, 32)).config.segments("ffn")
     [(64, 8.0)]
     """
     theta = model.config.theta
@@ -38,23 +41,28 @@ def merge_segments(model: LanguageModel, ids: Tensor, *, force: bool = False) ->
         "keep the segments, or force it and look at the loss",
     )
     sums = measure(model, ids)
-    tensors = {n: p.detach() for n, p in model.named_parameters() if ".segments." not in n}
+    merged: dict[tuple[int, str], dict[str, Tensor]] = {}
     for layer, name, module in layers(model):
-        path = f"blocks.{layer}.{'ffn' if name == 'ffn' else f'attention.{name}'}.segments.0"
         keys = [s.key_tokens.detach() for s in module.segments]
         values = [s.value_tokens.detach() for s in module.segments]
         if len(keys) > 1:
             taus = [s.tau for s in module.segments]
             of_layer = [sums[layer, name, i] for i in range(len(keys))]
             keys, values = rescaled(keys, values, taus, of_layer, theta)
-        tensors[f"{path}.key_tokens"], tensors[f"{path}.value_tokens"] = torch.cat(keys), torch.cat(values)
+        merged[layer, name] = {"key": torch.cat(keys), "value": torch.cat(values)}
+    tensors = {}
+    for text, parameter in model.named_parameters():
+        name = parse(text, model.ends)
+        if name.layer is None or name.segment is None:
+            tensors[text] = parameter.detach()
+        elif name.segment == 0:  # holds all
+            tensors[text] = merged[name.layer, name.projection][name.role.kind]
     config = with_table(model.config, {w: [_one(s) for s in of] for w, of in table(model.config).items()})
-    before = {f"{w}_tokens": getattr(model.config, f"{w}_tokens") for w in ("qkv", "proj", "ffn")}
+    before = {f"{w}_tokens": getattr(model.config, f"{w}_tokens") for w in PROJECTIONS}
     event = {"what": "merge_segments", "number": len(model.history), "before": before, "after": sizes(config)}
-    one = hold(type(model), config, tensors, [*model.history, event])
-    one.compute_dtype = model.compute_dtype
+    one = hold(model, config, tensors, event)
     event |= {"loss_before": loss(model, ids), "loss_after": loss(one, ids)}
-    return one.train(model.training)
+    return one
 
 
 def measure(model: LanguageModel, ids: Tensor) -> dict[Where, float]:
@@ -62,11 +70,11 @@ def measure(model: LanguageModel, ids: Tensor) -> dict[Where, float]:
     found: dict[Where, list[Tensor]] = {}
     theta = model.config.theta
 
-    def see(where: Where, score_TN: Tensor, _active_TN: Tensor) -> None:
+    def visit(where: Where, score_TN: Tensor, _active_TN: Tensor) -> None:
         row_T = score_TN.logsumexp(-1) if theta == "softmax" else mass(score_TN, theta).sum(-1)
         found.setdefault(where, []).append(row_T)
 
-    watch(model, ids, see)
+    each_activation(model, ids, visit)
     rows = {where: torch.cat(parts) for where, parts in found.items()}
     if theta != "softmax":
         return {where: row_T.mean().item() for where, row_T in rows.items()}

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from tokenformer.config import PROJECTIONS, LayerOverride, ModelConfig
+from tokenformer.strict import need
 
 Segments = list[tuple[int, float]]  # (parameter tokens, τ) of each segment
 Table = dict[str, list[Segments]]  # qkv, proj, ffn → the segments of each layer
@@ -51,12 +52,21 @@ def _keys(projections: dict[str, Segments]) -> dict[str, Any]:
     return {**tokens, "tau": {w: [t for _, t in s] for w, s in projections.items()}}
 
 
+def trunk_of(config: ModelConfig, on: str) -> ModelConfig:
+    """The config of the trunk that `on` names: "" is a model of one trunk, "image." one of several."""
+    known = [f"{name}." for name in config.trunks]
+    if known:
+        need(on in known, f"on is '{on}', but the model's trunks are {', '.join(known)}: say which one")
+    need(bool(known) or not on, f"on is '{on}', but the model is one trunk: leave it out")
+    return config.trunk(on)
+
+
 def total(segments: Segments) -> int:
     return sum(n for n, _ in segments)
 
 
 def sizes(config: ModelConfig) -> dict:
-    """What a history says of a model: layers, and parameter tokens (one number, or one a layer where they differ)."""
+    """What a history says of a model: layers, and parameter tokens (one number, or one per layer where they differ)."""
     said: dict = {"layers": config.layers}
     if config.kind != "tokenformer":
         return {**said, "dim": config.dim, "ffn_dim": config.mlp_dim}

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tokenformer.config import PROJECTIONS
+from tokenformer.config import PROJECTION_OF, PROJECTIONS, ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.growth.measure import KIND, Where, layers, mass, segments, watch
-from tokenformer.growth.model import hold
-from tokenformer.growth.shape import Table, sizes, table, total, with_table
+from tokenformer.growth.measure import Where, each_activation, mass, place_of, segments
+from tokenformer.growth.model import Model, hold
+from tokenformer.growth.shape import Table, sizes, table, total, trunk_of, with_table
 from tokenformer.growth.verify import loss
 from tokenformer.models import LanguageModel
+from tokenformer.models.names import parse
 from tokenformer.strict import need
 
 
@@ -25,17 +26,18 @@ def energy(model: LanguageModel, ids: Tensor) -> dict[Where, Tensor]:
     """Σ over rows of ‖S_j·v_j‖² for each token j of each segment, exactly, in float64."""
     sums: dict[Where, Tensor] = {}
 
-    def see(where: Where, _score_TN: Tensor, active_TN: Tensor) -> None:
+    def visit(where: Where, _score_TN: Tensor, active_TN: Tensor) -> None:
         sums[where] = sums.get(where, 0) + active_TN.square().sum(0)
 
-    watch(model, ids, see)
+    each_activation(model, ids, visit)
     return {w: (sums[w] * s.value_tokens.detach().double().square().sum(1)).cpu() for w, s in segments(model)}
 
 
 def shrink(
-    model: LanguageModel,
+    model: Model,
     ids: Tensor | None = None,
     *,
+    on: str = "",
     qkv_tokens: int | None = None,
     proj_tokens: int | None = None,
     ffn_tokens: int | None = None,
@@ -43,24 +45,26 @@ def shrink(
     by: str = "energy",
     across: str = "layer",
     tau: str | None = None,
-) -> LanguageModel:
+) -> Model:
     """A smaller model. Sizes are totals afterwards, for each layer; `ratio` is the share that stays instead.
 
     `by`: `energy` (needs ids (B, T) of real text) or `newest` (the last rows of the last segments go first).
     `across`: every layer keeps as many (`layer`), or as many are kept in all layers together, where they do most
     (`model`). `tau`: `match` (such that Θ of what stays is as large as it was, in the mean over the ids; the default
     with ids, measured best), `sqrt_n` (times the root of the share of tokens that stay; the default without) or `hold`.
-    With ids, the change in loss stands in the history.
+    With ids, the change in loss stands in the history. `on` says which trunk of a model of several (by newest alone).
 
-    >>> from tokenformer import LanguageModel, ModelConfig
+    >>> from tokenformer.config import ModelConfig
+    >>> from tokenformer.models import build
     >>> config = ModelConfig(layers=1, dim=32, heads=4, qkv_tokens=16, proj_tokens=16, ffn_tokens=64, vocab=128)
-    >>> smaller = shrink(LanguageModel(config), torch.arange(64).view(2, 32), ratio=0.5)
+    >>> smaller = shrink(build(config), torch.arange(64).view(2, 32), ratio=0.5)
     >>> smaller.config.ffn_tokens, smaller.config.qkv_tokens
     (32, 8)
     """
     targets = {"qkv": qkv_tokens, "proj": proj_tokens, "ffn": ffn_tokens}
-    old = table(model.config)
-    budget = _budget(model, {w: n for w, n in targets.items() if n is not None}, ratio)
+    trunk = trunk_of(model.config, on)
+    old = table(trunk)
+    budget = _budget(trunk, {w: n for w, n in targets.items() if n is not None}, ratio)
     need(by in ("energy", "newest"), f"by is '{by}', but must be energy or newest")
     need(across in ("layer", "model"), f"across is '{across}', but must be layer or model")
     tau = tau or ("sqrt_n" if ids is None else "match")
@@ -69,19 +73,19 @@ def shrink(
         raise UserError(
             f"shrinking by {by} with tau={tau} measures on text: give token ids, or by=newest with another tau"
         )
+    need(ids is None or not on, "a text is measured on by language models alone: leave the ids out, with by=newest")
     need(by == "energy" or across == "layer", "the newest tokens are taken from every layer: leave across out")
     if by == "newest":
         kept = _newest(old, budget)
     else:
         assert ids is not None
         kept = _strongest(energy(model, ids), old, budget, across)
-    scales = _scales(model, ids, kept, tau)
-    return _cut(model, kept, scales, ids, {"by": by, "across": across, "tau": tau})
+    scales = _scales(model, on, ids, kept, tau)
+    return _cut(model, on, kept, scales, ids, {"by": by, "across": across, "tau": tau})
 
 
-def _budget(model: LanguageModel, targets: Mapping[str, int], ratio: float | None) -> dict[str, list[int]]:
+def _budget(config: ModelConfig, targets: Mapping[str, int], ratio: float | None) -> dict[str, list[int]]:
     """How many tokens of each kind each layer keeps (all layers together, where they share)."""
-    config = model.config
     need(config.kind == "tokenformer", f"kind {config.kind} has no parameter tokens to remove")
     need(bool(targets) != (ratio is not None), "give how many tokens stay (qkv, proj, ffn), or a ratio, and not both")
     need(ratio is None or 0 < ratio < 1, f"ratio is {ratio}: it is the share that stays, between 0 and 1")
@@ -105,7 +109,7 @@ def _budget(model: LanguageModel, targets: Mapping[str, int], ratio: float | Non
 def _newest(old: Table, budget: dict[str, list[int]]) -> dict[Where, Tensor]:
     """The first rows stay."""
     kept: dict[Where, Tensor] = {}
-    for name, which in KIND.items():
+    for name, which in PROJECTION_OF.items():
         for layer, of_layer in enumerate(old[which]):
             left = budget[which][layer]
             for i, (n, _) in enumerate(of_layer):
@@ -123,7 +127,7 @@ def _strongest(
     """
     kept: dict[Where, Tensor] = {}
     for which in PROJECTIONS:
-        names = [name for name, kind in KIND.items() if kind == which]
+        names = [name for name, kind in PROJECTION_OF.items() if kind == which]
         pool: list[tuple[float, int, int]] = []  # (share of energy, layer, segment) of each rank, q, k and v added
         for layer, of_layer in enumerate(old[which]):
             parts = {name: [energies[layer, name, i] for i in range(len(of_layer))] for name in names}
@@ -150,55 +154,59 @@ def _strongest(
     return kept
 
 
-def _scales(model: LanguageModel, ids: Tensor | None, kept: dict[Where, Tensor], tau: str) -> dict[Where, float]:
+def _scales(
+    model: LanguageModel, on: str, ids: Tensor | None, kept: dict[Where, Tensor], tau: str
+) -> dict[Where, float]:
     """τ of what stays of each segment."""
-    whole = {where: s.tau for where, s in segments(model)}
+    whole = {where: s.tau for where, s in segments(model, on)}
     if tau == "hold":
         return whole
     if tau == "sqrt_n":
-        return {where: s.tau * math.sqrt(len(kept[where]) / len(s.key_tokens)) for where, s in segments(model)}
+        return {where: s.tau * math.sqrt(len(kept[where]) / len(s.key_tokens)) for where, s in segments(model, on)}
     assert ids is not None
     shares: dict[Where, list[Tensor]] = {}
 
-    def see(where: Where, score_TN: Tensor, _active_TN: Tensor) -> None:
+    def visit(where: Where, score_TN: Tensor, _active_TN: Tensor) -> None:
         layer, name, i = where
         mass_TN = mass(score_TN, model.config.theta)
         all_T, part_T = mass_TN.sum(-1), mass_TN[:, kept[where].to(mass_TN.device)].sum(-1)
-        shares.setdefault((layer, KIND[name], i), []).append((part_T / all_T)[all_T > 0])  # q, k and v have one τ
+        shares.setdefault((layer, PROJECTION_OF[name], i), []).append(
+            (part_T / all_T)[all_T > 0]
+        )  # q, k and v have one τ
 
-    watch(model, ids, see)
+    each_activation(model, ids, visit)
     mean = {where: torch.cat(parts).mean().item() for where, parts in shares.items()}
-    return {(layer, name, i): t * math.sqrt(mean[layer, KIND[name], i]) for (layer, name, i), t in whole.items()}
+    return {
+        (layer, name, i): t * math.sqrt(mean[layer, PROJECTION_OF[name], i]) for (layer, name, i), t in whole.items()
+    }
 
 
 def _cut(
-    model: LanguageModel, kept: dict[Where, Tensor], scales: dict[Where, float], ids: Tensor | None, how: dict
-) -> LanguageModel:
+    model: Model, on: str, kept: dict[Where, Tensor], scales: dict[Where, float], ids: Tensor | None, how: dict
+) -> Model:
     """The model of the rows that stay; a segment without any is gone."""
-    names = {which: next(name for name, kind in KIND.items() if kind == which) for which in PROJECTIONS}
+    trunk = trunk_of(model.config, on)
+    first = {kind: name for name, kind in reversed(PROJECTION_OF.items())}  # q, k and v keep equally many
     new: Table = {
         which: [
-            [
-                (len(kept[layer, name, i]), scales[layer, name, i])
-                for i in range(len(of_layer))
-                if len(kept[layer, name, i])
-            ]
-            for layer, of_layer in enumerate(table(model.config)[which])
+            [(len(kept[at]), scales[at]) for i in range(len(of_layer)) if len(kept[at := (layer, first[which], i)])]
+            for layer, of_layer in enumerate(of_layers)
         ]
-        for which, name in names.items()
+        for which, of_layers in table(trunk).items()
     }
-    tensors = {n: p.detach().clone() for n, p in model.named_parameters() if ".segments." not in n}
-    for layer, name, module in layers(model):
-        path = f"blocks.{layer}.{'ffn' if name == 'ffn' else f'attention.{name}'}.segments"
-        rows = [(s, kept[layer, name, i].to(s.key_tokens.device)) for i, s in enumerate(module.segments)]
-        for i, (segment, row) in enumerate(pair for pair in rows if len(pair[1])):
-            tensors[f"{path}.{i}.key_tokens"] = segment.key_tokens.detach()[row]
-            tensors[f"{path}.{i}.value_tokens"] = segment.value_tokens.detach()[row]
-    config = with_table(model.config, new)
-    event = {"what": "shrink", "number": len(model.history), **how}
-    event |= {"before": sizes(model.config), "after": sizes(config)}
-    smaller = hold(type(model), config, tensors, [*model.history, event])
-    smaller.compute_dtype = model.compute_dtype
+    tensors, numbers = {}, Counter[str]()
+    for text, parameter in model.named_parameters():
+        name = parse(text, model.ends)
+        if not name.token or name.trunk != on:
+            tensors[text] = parameter.detach().clone()
+        elif len(rows := kept[place_of(name)]):  # the segments that are left are numbered anew
+            path = name._replace(segment=0).text
+            tensors[name._replace(segment=numbers[path]).text] = parameter.detach()[rows.to(parameter.device)]
+            numbers[path] += 1
+    config = with_table(trunk, new)
+    event = {"what": "shrink", "number": len(model.history), **({"on": on} if on else {}), **how}
+    event |= {"before": sizes(trunk), "after": sizes(config)}
+    smaller = hold(model, model.config.with_trunk(on, config), tensors, event)
     if ids is not None:
         event |= {"loss_before": loss(model, ids), "loss_after": loss(smaller, ids)}
-    return smaller.train(model.training)
+    return smaller

@@ -5,15 +5,15 @@ The laws (which rule preserves the function, for which Θ) are in docs/growth.md
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
 
-from tokenformer.config import PROJECTIONS, ModelConfig
+from tokenformer.config import PROJECTION_OF, PROJECTIONS, ModelConfig
+from tokenformer.config_growth import Growth
 from tokenformer.errors import UserError
-from tokenformer.growth.depth import places
-from tokenformer.growth.plan import ALL, Fill, Plan, Recipe
+from tokenformer.growth.depth import Places, places
+from tokenformer.growth.recipes import ALL, Appended, Fill, Plan
 from tokenformer.growth.shape import Segments, Table, sizes, table, total, with_table
+from tokenformer.models.names import Name
 from tokenformer.strict import need
 
 RULES: dict[str, tuple[Fill, Fill]] = {  # the new tokens' keys and values
@@ -22,44 +22,21 @@ RULES: dict[str, tuple[Fill, Fill]] = {  # the new tokens' keys and values
     "zero_value": ("matched", "zero"),
     "random": ("official", "official"),
 }
-KINDS = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}
-_BLOCK = re.compile(r"(.*\bblocks\.)(\d+)\.(.+)")
-_TOKENS = re.compile(r"((?:.*\.)?(query|key|value|proj|ffn))\.segments\.(\d+)\.(key|value)_tokens")
 
 
-def plan(
-    config: ModelConfig,
-    names: Iterable[str],
-    *,
-    qkv_tokens: int | None = None,
-    proj_tokens: int | None = None,
-    ffn_tokens: int | None = None,
-    layers: int | None = None,
-    positions: str | Sequence[int] = "even",
-    new_tokens: str | Mapping[str, str] = "segment",
-    tau: str | Mapping[str, str] | None = None,
-    seed: int = 0,
-    number: int = 0,
-) -> Plan:
-    """How a model with these parameter names becomes one with so many tokens and layers in total.
+def by_tokens(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Plan:
+    """How one trunk, of this config, gets so many tokens and layers in total. `names` are those of the whole model.
 
-    `number` is how many growths came before. `tau` (appended rows; a segment always has its own √m) is `hold` or
-    `sqrt_n`; absent, `zero_key` holds it and the others take √n.
-
-    >>> tiny = ModelConfig(layers=1, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=4)
-    >>> plan(tiny, [], ffn_tokens=20).config.ffn_tokens
-    [4, 16]
+    `tau` (of appended rows; a segment always has its own √m) is `hold` or `sqrt_n`; absent, `zero_key` holds it and
+    the others take √n.
     """
-    config = config.resolved()
-    targets = {"qkv": qkv_tokens, "proj": proj_tokens, "ffn": ffn_tokens}
-    targets = {which: n for which, n in targets.items() if n is not None}
-    for which, n in targets.items():
-        need(isinstance(n, int), f"{which}_tokens is {n}: give one number, the total afterwards")
-    where = places(config.layers, layers, positions)
+    targets = {which: n for which in PROJECTIONS if (n := getattr(growth, f"{which}_tokens")) is not None}
+    where = places(config.layers, growth.layers, growth.positions or "even")
     need(bool(targets) or len(where) > config.layers, "nothing to grow: give more parameter tokens or more layers")
     need(config.kind == "tokenformer" or not targets, f"kind {config.kind} has no parameter tokens: give layers or dim")
-    rules = {which: rule for which, rule in rules_of(config, new_tokens).items() if which in targets}
-    scales = tau_of(rules, tau)
+    chosen = rules_of(config, growth.new_tokens or "segment")
+    rules = {which: rule for which, rule in chosen.items() if which in targets}
+    scales = tau_of(rules, growth.tau)
     old = table(config)
     grown = {
         which: [_grow(which, layer, s, targets.get(which), rules, scales) for layer, s in enumerate(of_layers)]
@@ -67,23 +44,21 @@ def plan(
     }
     new: Table = {which: [of_layers[source] for source, _ in where] for which, of_layers in grown.items()}
     need(new != old or len(where) > config.layers, f"every layer has {targets} parameter tokens already: give more")
-    final = with_table(config, new) if old else _deeper(config, len(where))
+    final = with_table(config, new) if old else dataclasses.replace(config, layers=len(where))
     event = {
         "what": "grow",
-        "number": number,
         "rule": rules,
         "tau": scales,
-        "seed": seed,
         "new_layers": [layer for layer, (_, fresh) in enumerate(where) if fresh],
         "before": sizes(config),
         "after": sizes(final),
     }
     exact = all(rule == "segment" or (rule == "zero_key" and scales[which] == "hold") for which, rule in rules.items())
-    return Plan(final, recipes(list(names), where, old, new, rules), event, exact)
+    return Plan(final, recipes(names, growth.on, where, old, new, rules), event, exact)
 
 
 def rules_of(config: ModelConfig, new_tokens: str | Mapping[str, str]) -> dict[str, str]:
-    """One rule a projection kind, each checked."""
+    """One rule per projection kind, each checked."""
     given = dict.fromkeys(PROJECTIONS, new_tokens) if isinstance(new_tokens, str) else dict(new_tokens)
     for which, rule in given.items():
         need(which in PROJECTIONS, f"new_tokens names '{which}': its keys are {', '.join(PROJECTIONS)}")
@@ -131,55 +106,52 @@ def _grow(which: str, layer: int, old: Segments, target: int | None, rules: dict
     return [*old[:-1], (size + lacks, tau if scales[which] == "hold" else math.sqrt(size + lacks))]
 
 
-def _deeper(config: ModelConfig, layers: int) -> ModelConfig:
-    return dataclasses.replace(config, layers=layers)
-
-
-def recipes(names: list[str], where: list, old: Table, new: Table, rules: Mapping[str, str]) -> dict[str, Recipe]:
-    """A recipe for each parameter of the grown model, layer by layer."""
-    blocks: dict[str, dict[int, list[str]]] = {}
+def recipes(
+    names: Sequence[Name], on: str, where: Places, old: Table, new: Table, rules: Mapping[str, str]
+) -> dict[str, Appended]:
+    """A recipe for each parameter of the grown model, layer by layer; what is not in the blocks of `on` stays."""
+    blocks: dict[int, list[Name]] = {}
     for name in names:
-        if match := _BLOCK.fullmatch(name):
-            blocks.setdefault(match[1], {}).setdefault(int(match[2]), []).append(match[3])
-    found: dict[str, Recipe] = {}
+        if name.trunk == on and name.layer is not None:
+            blocks.setdefault(name.layer, []).append(name)
+    found: dict[str, Appended] = {}
     for name in names:
-        match = _BLOCK.fullmatch(name)
-        if match is None:
-            found[name] = Recipe(old=name)
-        elif match[1] in blocks:  # all blocks stand where the first one stood
-            stack = blocks.pop(match[1])
+        if name.trunk != on or name.layer is None:
+            found[name.text] = Appended(old=name.text)
+        elif blocks:  # all blocks stand where the first one stood
             for layer, (source, fresh) in enumerate(where):
-                at, of = f"{match[1]}{layer}.", f"{match[1]}{source}."
-                parts = {w: (s[source], new[w][layer]) for w, s in old.items()}
-                found.update(_block(at, of, stack[source], fresh, parts, rules))
+                parts = {which: (of_layers[source], new[which][layer]) for which, of_layers in old.items()}
+                found.update(_block(layer, blocks[source], fresh, parts, rules))
+            blocks = {}
     return found
 
 
-def _block(at: str, of: str, rests: list[str], fresh: bool, parts: dict, rules: Mapping[str, str]) -> dict[str, Recipe]:
-    """The recipes of one block: `at` in the grown model, `of` the old one it comes from or is shaped like."""
-    found: dict[str, Recipe] = {}
-    for rest in rests:
-        match = _TOKENS.fullmatch(rest)
-        if match is None:
-            found[at + rest] = _new_matrix(of + rest) if fresh else Recipe(old=of + rest)
+def _block(
+    layer: int, names: Iterable[Name], fresh: bool, parts: Mapping[str, tuple[Segments, Segments]], rules: Mapping
+) -> dict[str, Appended]:
+    """The recipes of one block of the grown model, from the names of the old one that it is or is shaped like."""
+    found: dict[str, Appended] = {}
+    for name in names:
+        here = name._replace(layer=layer)
+        if name.segment is None:
+            found[here.text] = _new_matrix(name) if fresh else Appended(old=name.text)
             continue
-        path, projection, number, half = match[1], match[2], int(match[3]), match[4]
-        old, new = parts[KINDS[projection]]
-        like = tuple(f"{of}{path}.segments.{i}.{half}_tokens" for i in range(len(old)))
-        rule: tuple[Fill, Fill] = RULES[rules.get(KINDS[projection], "segment")]
-        fill = cast(Fill, rule[half == "value"])
+        old, new = parts[PROJECTION_OF[name.projection]]
+        like = tuple(name._replace(segment=i).text for i in range(len(old)))
+        value = name.role.kind == "value"
+        fill = RULES[rules.get(PROJECTION_OF[name.projection], "segment")][value]
         if fresh:
-            fill = "zero" if half == "value" and projection in ("proj", "ffn") else "matched"
-        elif number < len(new):
-            found[at + rest] = Recipe(old=of + rest, rows=new[number][0] - old[number][0], fill=fill, like=like)
-        if number == len(old) - 1:  # what comes after the old segments, or instead of them
+            fill = "zero" if value and name.projection in ("proj", "ffn") else "matched"
+        elif name.segment < len(new):
+            rows = new[name.segment][0] - old[name.segment][0]
+            found[here.text] = Appended(name.text, rows, fill, like)
+        if name.segment == len(old) - 1:  # what comes after the old segments, or instead of them
             for i in range(0 if fresh else len(old), len(new)):
-                found[f"{at}{path}.segments.{i}.{half}_tokens"] = Recipe(None, new[i][0], fill, like)
+                found[here._replace(segment=i).text] = Appended(None, new[i][0], fill, like)
     return found
 
 
-def _new_matrix(like: str) -> Recipe:
+def _new_matrix(like: Name) -> Appended:
     """A parameter of a new block of a baseline: zero where it leads back into the stream."""
-    if like.endswith(("proj.weight", "down.weight")):
-        return Recipe(None, ALL, "zero", (like,))
-    return Recipe(None, ALL, "one" if like.endswith("norm.weight") else "matched", (like,))
+    fills: dict[str, Fill] = {"outward": "zero", "zero": "zero", "one": "one"}
+    return Appended(None, ALL, fills.get(like.role.kind, "matched"), (like.text,))

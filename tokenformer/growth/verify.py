@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from tokenformer.growth.plan import Plan
+from tokenformer.growth.recipes import Plan
 from tokenformer.models import LanguageModel
+from tokenformer.models.names import parse
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def gradient(model: LanguageModel, ids: Tensor, plan: Plan, rate: float = 1e-3) 
     counts: dict[str, list[int]] = {}
     for name in parameters:
         first, second = seen[0][name], seen[1][name]
-        count = counts.setdefault(_said(name), [0, 0, 0])
+        count = counts.setdefault(_said(name, plan), [0, 0, 0])
         for i, number in enumerate((first.numel(), first.sum().item(), (first | second).sum().item())):
             count[i] += int(number)
     return {said: Alive(*count) for said, count in counts.items()}
@@ -102,12 +103,7 @@ def _new(grad: Tensor, rows: int) -> Tensor:
     return grad[:, None] if grad.ndim == 1 else grad
 
 
-def _said(name: str) -> str:
-    """
-    >>> _said("blocks.0.attention.proj.segments.1.key_tokens")
-    'proj keys'
-    """
-    parts = name.split(".")
-    if "segments" in parts:
-        return f"{parts[parts.index('segments') - 1]} {parts[-1].removesuffix('_tokens')}s"
-    return ".".join(parts[2:])
+def _said(name: str, plan: Plan) -> str:
+    """`proj keys`, `ffn.up.weight`: what the rows of a parameter are called in the certificate."""
+    found = parse(name, plan.ends)
+    return f"{found.projection} {found.role.kind}s" if found.token else f"{found.part}.{found.leaf}"

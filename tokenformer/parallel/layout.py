@@ -1,13 +1,11 @@
-"""Which part of each parameter lies on which rank, and the ways between the parts and the whole.
+"""Which part of each parameter lies on which rank; cut a whole into parts, gather the parts.
 
 Unusual: the optimizer, the norm and the checkpoint see plain local tensors and a box, the part's place in the whole; no
 DTensor leaves this file. A part is cut twice: by the token degree along one dimension, then by FSDP along the first.
 """
 
 import dataclasses
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +15,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from tokenformer.config import ParallelConfig
 from tokenformer.models import LanguageModel
+from tokenformer.models.names import parse
 from tokenformer.parallel.mesh import Place
 
 Box = tuple[slice, ...]
-STACK = 1 << 26  # numbers that Muon orthogonalises at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,21 +118,30 @@ class Layout:
     def __init__(
         self,
         model: LanguageModel,
-        place: Place,
+        place: Place | None = None,
         splits: Mapping[str, Split] | None = None,
         parts: Sequence[LanguageModel] | None = None,
         holders: Mapping[str, int] | None = None,
         pipeline: Any = None,
     ) -> None:
-        """`parts` are this rank's stages of a pipeline, `holders` the pipeline rank of each parameter."""
-        self.model, self.place, self.holders, self.pipeline = model, place, dict(holders or {}), pipeline
+        """`parts` are this rank's stages of a pipeline, `holders` the pipeline rank of each parameter. Without a
+        place the model is whole in this process.
+        """
+        self.place = place = place or Place(ParallelConfig())
+        self.model, self.holders, self.pipeline = model, dict(holders or {}), pipeline
         own = {name: p for part in parts or [model] for name, p in part.named_parameters()}
         self.splits = dict(splits or {name: Split(tuple(p.shape)) for name, p in own.items()})
         self.named = {name: _plain(p) for name, p in own.items()}
         self.own = own
-        self.twice = {n for n in own if self.holders.get(n, place.pipeline) != place.pipeline}  # an earlier stage's too
-        self.both = {"embedding.weight"} & own.keys() if holders and model.config.tied else set()  # on both ends
+        self.held_earlier = {n for n in own if self.holders.get(n, place.pipeline) != place.pipeline}  # by a stage
+        tied = holders and model.config.tied  # the first and the last stage hold the embedding
+        self.tied_ends = {n for n in own if tied and parse(n, model.ends).role.kind == "table"}
         self.numbers = {name for name, p in own.items() if not p.ndim}  # which FSDP does not split: on every rank
+
+    def freeze(self, names: Collection[str]) -> None:
+        """These parameters do not learn from now on; all others do."""
+        for name, parameter in (*self.own.items(), *self.named.items()):
+            parameter.requires_grad_(name not in names)
 
     def collect_gradients(self) -> None:
         """Give each of `named` its part of the gradient of the last backward passes, summed over ranks."""
@@ -142,7 +150,7 @@ class Layout:
             if plain is not parameter:
                 gradient = parameter.grad
                 plain.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        for name in self.both:  # a tied embedding: what it got as an embedding, and as a head
+        for name in self.tied_ends:  # what it got as an embedding, and as a head
             if (gradient := self.named[name].grad) is not None:
                 dist.all_reduce(gradient, group=self.place.groups["ends"])
         for name in self.numbers:
@@ -155,9 +163,9 @@ class Layout:
 
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient, after `collect_gradients`."""
-        if self.place.alone:
-            return torch.nn.utils.get_total_norm([p.grad for p in self.named.values() if p.grad is not None])
         once = [p.grad for name, p in self.named.items() if p.grad is not None and self._counts(name)]
+        if self.place.alone:
+            return torch.nn.utils.get_total_norm(once)
         device = self.place.mesh.device_type if self.place.mesh is not None else "cpu"
         own = torch.nn.utils.get_total_norm(once) if once else torch.zeros(())
         return self.place.sum(own.to(device).square(), "copy").sqrt()
@@ -166,7 +174,7 @@ class Layout:
         """A part that several ranks hold counts on the first of them."""
         if name in self.numbers:
             return self.place.shard == 0 and self.place.token == 0
-        return name not in self.twice and (self.splits[name].dim is not None or self.place.token == 0)
+        return name not in self.held_earlier and (self.splits[name].dim is not None or self.place.token == 0)
 
     def box_of(self, split: Split) -> Box:
         return split.box(self.place.token, self.place.shard, self.place.degrees.shard)
@@ -179,7 +187,7 @@ class Layout:
         return whole[self.box(name)] if whole.ndim else whole
 
     def part(self, name: str, tensor: Tensor) -> Any:
-        """For DCP: the parameter's, or a tensor like it; a number stays what it is."""
+        """What DCP writes of a parameter, or of a tensor like it; a number stays what it is."""
         if self.place.alone or not tensor.ndim:
             return tensor.detach()
         return Part(tensor.detach(), self.splits[name].shape, self.box(name))
@@ -188,7 +196,7 @@ class Layout:
         return {name: self.part(name, parameter) for name, parameter in self.named.items()}
 
     def whole(self, name: str, tensor: Tensor | None, number: bool = False) -> Tensor:
-        """All parts of a parameter (or of a tensor like it) put together. Every rank must ask; it is given to all."""
+        """Gather all parts of a parameter (or of a tensor like it) on every rank. Every rank must call this."""
         if tensor is not None:
             tensor = self._whole(name, tensor.detach())
         if name not in self.holders:
@@ -215,7 +223,7 @@ class Layout:
         return tensor
 
     def whole_state(self, name: str, state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-        """All that an optimizer keeps for a parameter, put together. Every rank must ask."""
+        """Gather all that an optimizer keeps for a parameter. Every rank must call this."""
         entry = state.get(name, {})
         kinds = [sorted(entry)]
         if name in self.holders:
@@ -224,7 +232,7 @@ class Layout:
 
 
 class Wholes(Mapping[str, Tensor]):
-    """Whole parameters, put together when they are asked for, by all ranks in the same order."""
+    """Whole parameters, gathered when they are asked for, by all ranks in the same order."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -247,7 +255,7 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def gather(tensor: Tensor, sizes: Sequence[int], dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Parts of these sizes along a dimension, from all ranks of a group, in order."""
+    """All-gather parts of these sizes along a dimension, in the order of the ranks."""
     if len(sizes) == 1:
         return tensor
     own = tensor.movedim(dim, 0)
@@ -257,78 +265,3 @@ def gather(tensor: Tensor, sizes: Sequence[int], dim: int, group: dist.ProcessGr
     every = ops.wait_tensor(ops.all_gather_into_tensor(padded, len(sizes), group.group_name))
     parts = every.view(len(sizes), *padded.shape)
     return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)]).movedim(0, dim)
-
-
-SEGMENT = re.compile(r"segments\.\d+\.")
-
-
-def units(names: Iterable[str], joint: bool) -> list[list[str]]:
-    """Matrices that are orthogonalised as one: each by itself, or the segments of a projection together."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(SEGMENT.sub("segments.", name) if joint else name, []).append(name)
-    return list(found.values())
-
-
-def joined(blocks: Iterable[Mapping[str, Split]], joint: bool) -> Counter[tuple[Split, ...]]:
-    """How many such units there are that are cut alike."""
-    return Counter(
-        tuple(block[name] for name in unit)
-        for block in blocks
-        for unit in units((name for name, split in block.items() if len(split.shape) == 2), joint)
-    )
-
-
-Solve = Callable[[Tensor], Tensor]
-
-
-def spread(
-    parts: Iterable[Sequence[Tensor]], splits: Sequence[Split], place: Place, solve: Solve
-) -> list[list[Tensor]]:
-    """Each unit (local parts of matrices whose rows make one matrix) → what `solve` makes of the whole, as parts again.
-
-    Unit i is put together on rank i of the ranks that hold these blocks (round and round), solved there and given back:
-    two exchanges for all of them. Copies of the model take turns too. All units are cut alike.
-    """
-    units, d = [list(unit) for unit in parts], place.degrees
-    ranks = d.replicate * d.shard * d.token
-    own = place.data_rank * d.token + place.token
-
-    def boxes(rank: int) -> list[Box]:
-        return [split.box(rank % d.token, rank // d.token % d.shard, d.shard) for split in splits]
-
-    def copy(rank: int) -> int:
-        return rank // (d.shard * d.token)
-
-    volumes = [sum(volume(box) for box in boxes(rank)) for rank in range(ranks)]
-    owned = [range(rank, len(units), ranks) for rank in range(ranks)]
-    like = units[0][0]
-    # to the owners, from the copy that the owner belongs to
-    out = [
-        [part.reshape(-1) for u in owned[r] for part in units[u]] if copy(r) == copy(own) else [] for r in range(ranks)
-    ]
-    sizes = [volumes[r] * len(owned[own]) if copy(r) == copy(own) else 0 for r in range(ranks)]
-    came = _exchange(out, sizes, like, place.groups["stage"])
-    wholes = [[like.new_zeros(split.shape) for split in splits] for _ in owned[own]]
-    for rank, flat in enumerate(came):
-        if copy(rank) == copy(own):
-            pieces = iter(flat.split([volume(box) for _ in wholes for box in boxes(rank)]))
-            for whole in wholes:
-                for matrix, box in zip(whole, boxes(rank), strict=True):
-                    matrix[box] = next(pieces).view(matrix[box].shape)
-    solved = solve(torch.stack([torch.cat(whole) for whole in wholes])) if wholes else like.new_zeros(0)
-    solved = [matrix.to(like.dtype).split([split.shape[0] for split in splits]) for matrix in solved]
-    # and back, to every copy
-    out = [[m[box].reshape(-1) for u in solved for m, box in zip(u, boxes(r), strict=True)] for r in range(ranks)]
-    sizes = [volumes[own] * len(owned[r]) for r in range(ranks)]
-    came = [iter(flat.split([volume(b) for _ in owned[r] for b in boxes(own)])) for r, flat in
-            enumerate(_exchange(out, sizes, like, place.groups["stage"]))]  # fmt: skip
-    return [[next(came[u % ranks]).view(part.shape) for part in unit] for u, unit in enumerate(units)]
-
-
-def _exchange(out: list[list[Tensor]], sizes: list[int], like: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """What every rank had for this one, flat."""
-    flat = [torch.cat(parts) if parts else like.new_empty(0) for parts in out]
-    received = like.new_empty(sum(sizes))
-    dist.all_to_all_single(received, torch.cat(flat), sizes, [len(f) for f in flat], group=group)
-    return list(received.split(sizes))

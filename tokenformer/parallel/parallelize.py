@@ -16,7 +16,7 @@ from tokenformer.config import ModelConfig
 from tokenformer.parallel.layout import Layout, Split
 from tokenformer.parallel.mesh import Place
 from tokenformer.parallel.pipeline import Pipeline, cut, holders
-from tokenformer.parallel.token import split_tokens
+from tokenformer.parallel.tokens import split_tokens
 
 Build = Callable[[ModelConfig], Any]  # config → model
 Values = Callable[[str, tuple[int, ...]], Tensor]  # a whole parameter's values by name and shape

@@ -25,24 +25,22 @@ class LanguageTask(Task):
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         super().__init__(config, place, device)
         c = config
-        assert c.batch is not None
-        wanted = c.validation.samples if c.validation.batches is None else c.validation.batches * c.batch
         times = c.steps // c.validation.every + 1 if c.validation.every else 1
         sets = open_sets(c.data, c.model.vocab)
         self.tokenizer = text_tokenizer(c.data, sets)
         load = functools.partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **self.cut)
-        self.loader = load(batch=c.batch, samples=c.steps * c.batch)
+        self.loader = load(batch=self.batch, samples=c.steps * self.batch)
         if self.tokenizer.vocab_size > c.model.vocab:
             raise UserError(
                 f"the data has a vocabulary of {self.tokenizer.vocab_size} ids but model.vocab is {c.model.vocab}: "
                 f"set model.vocab={padded_vocab(self.tokenizer.vocab_size)}, or prepare it with another tokenizer"
             )
-        epochs = None if len(sets) > 1 else 1  # of held-out text each sample counts once
+        wanted, epochs = self.held_out_samples, None if len(sets) > 1 else 1  # each held-out sample counts once
         self.held_out = load(batch=wanted, samples=times * wanted, part="validation", epochs=epochs, empty=True)
 
     @property
     def units_per_step(self) -> int:
-        return self.loader.batch * self.config.model.context
+        return self.batch * self.config.model.context
 
     def flops(self, cost: Any) -> float:
         return cost.training_flops(self.config.model.context)

@@ -27,6 +27,9 @@ class Task:
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         """Open and check the data, and write nothing. `config` has its batch sizes as numbers."""
         self.config, self.place, self.device = config, place, device
+        assert config.batch is not None
+        self.batch, v = config.batch, config.validation  # samples of a step, over all ranks
+        self.held_out_samples = v.samples if v.batches is None else v.batches * self.batch  # of a validation
         self.cut: dict[str, Any] = {  # how a loader is cut for this rank, and where its arrays lie
             "micro_batch": config.micro_batch,
             "rank": place.data_rank,
@@ -36,7 +39,7 @@ class Task:
 
     @property
     def units_per_step(self) -> int:
-        return self.loader.batch
+        return self.batch
 
     def flops(self, cost: Any) -> float:
         """Return the training FLOPs per unit of a model of this cost; 0 where they are not known."""

@@ -22,10 +22,11 @@ from torch import Tensor
 from tokenformer import config as native
 from tokenformer.config import Config
 from tokenformer.config_growth import GrowthStage
-from tokenformer.errors import UserError
+from tokenformer.errors import UserError, out_of_memory
 from tokenformer.files import write_text
-from tokenformer.growth.schedule import Progress, chain, due
-from tokenformer.growth.schedule import rate as rate_factor
+from tokenformer.growth.plan import plan
+from tokenformer.growth.stages import Progress, chain, check_reached, due
+from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
 from tokenformer.hub.run_folder import Found, all_steps, find_newest
@@ -75,20 +76,27 @@ class Trainer:
         self.stop: signal.Signals | None = None  # the one that all ranks know of
 
     def run(self) -> signal.Signals | None:
-        self.build()
-        with contextlib.ExitStack() as held, self.signals():
-            self.place.first_does(lambda: self.take(held))
-            self.resume()
-            try:
-                self.loop()
-                self.close()
-            finally:
-                self.report.close()
+        try:
+            self.build()
+            with contextlib.ExitStack() as held, self.signals():
+                self.place.first_does(lambda: self.take(held))
+                self.resume()
+                try:
+                    self.loop()
+                    self.close()
+                finally:
+                    self.report.close()
+        except (MemoryError, RuntimeError) as error:
+            if (said := out_of_memory(error)) is None:
+                raise
+            raise UserError(f"{said} in step {self.step + 1}: {self.need_less}") from None
         self.place.leave()
         return self.stop
 
     def take(self, held: contextlib.ExitStack) -> None:
         """Lock the folder, and leave nothing in it that is no whole checkpoint."""
+        if (self.folder / ".lock").exists() and not self.seen:
+            self.notes.append(f"{self.folder} has no checkpoint: it is begun again")
         held.enter_context(lock(self.folder))
         if all_steps(self.folder) != self.seen:  # somebody was here before the lock
             raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
@@ -98,11 +106,38 @@ class Trainer:
     # build: all that can be refused, nothing written
 
     def build(self) -> None:
+        self.look()
+        self.open_task()
+        c, done = self.config, len(self.grown.steps)
+        dtype, split = COMPUTE[c.train.precision], self.place.degrees.token > 1  # of which there are no kernels yet
+        like = torch.empty(0, dtype=dtype, device=self.device)
+        self.pattention_path = pattention.backend(like, "reference" if split else None)
+        self.compiler = choose_compiler(c.train, self.device)
+        first = first_values(c, self.build_model) if self.found.path is None else None
+        self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
+        torch.manual_seed(c.seed)
+        if self.compiler != "none":
+            allow_compilations(self.chain[done:])
+        block = functools.partial(wrap, config=c.train, compiler=self.compiler)
+        self.parallelizer = Parallelizer(self.build_model, self.place, self.device, dtype, block)
+        self.layout = self.parallelizer.make(self.chain[done], first)
+        self.model, self.cost = self.layout.model, self.layout.model.cost()
+        shares = self.after_growth(done) if done else {}
+        self.optimizer = Optimizer(self.layout, c.optimizer, shares)
+        self.guard, self.spikes = Guard(c.train, self.device), Spikes(c.train.spike)
+        self.totals = Totals(self.task.unit)
+        parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
+        self.parts = {**parts, "growth": self.grown}
+        self.checkpoints = Checkpoints(self.folder, c.checkpoint, self.place)
+        self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
+
+    def look(self) -> None:
+        """What stands in the folder, and which models the run passes through."""
         self.place = Place(self.config.parallel)
         before = earlier(self.folder, self.resuming)
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
-        self.config = with_batch_sizes(self.config, self.place.data_world)
+        self.config = with_batch_sizes(self.config, self.place.data_world, self.place.degrees.pipeline)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen, self.found = all_steps(self.folder), Found(None, [], [])
         self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
@@ -121,40 +156,26 @@ class Trainer:
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
         loggers.check(self.config)
+
+    def open_task(self) -> None:
+        """Open the data; what they warn of is said when the run begins."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
-        self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
-        ranks, micro = self.place.degrees.pipeline, self.task.loader.micro_batches
-        if micro % ranks:
-            raise UserError(
-                f"a step has {micro} micro-batches, not a multiple of the {ranks} ranks of the pipeline: "
-                "give another micro_batch or batch"
-            )
-        split = self.place.degrees.token > 1  # of which there are no kernels yet
-        like = torch.empty(0, dtype=COMPUTE[self.config.train.precision], device=self.device)
-        self.pattention_path = pattention.backend(like, "reference" if split else None)
-        self.compiler = choose_compiler(self.config.train, self.device)
-        first = first_values(self.config, self.build_model) if self.found.path is None else None
-        self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
-        torch.manual_seed(self.config.seed)
-        done = len(self.grown.steps)
-        if self.compiler != "none":
-            allow_compilations(self.chain[done:])
-        block = functools.partial(wrap, config=self.config.train, compiler=self.compiler)
-        dtype = COMPUTE[self.config.train.precision]
-        self.parallelizer = Parallelizer(self.build_model, self.place, self.device, dtype, block)
-        self.layout = self.parallelizer.make(self.chain[done], first)
-        self.model, self.cost = self.layout.model, self.layout.model.cost()
-        shares = growing.in_force(self.layout, self.chain, self.config.growth, done, self.build_model)
-        self.optimizer = Optimizer(self.layout.named.items(), self.config.optimizer, shares, self.layout)
-        self.guard = Guard(self.config.train, self.device)
-        self.spikes = Spikes(self.config.train.spike)
-        self.totals = Totals(self.task.unit)
-        parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
-        self.parts = {**parts, "growth": self.grown}
-        self.checkpoints = Checkpoints(self.folder, self.config.checkpoint, self.place)
-        self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
+        self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})
+        for name in {name for stage in self.config.growth for name in stage.at} - {"step", "plateau", "patience"}:
+            if name != self.task.unit:
+                raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
+        check_reached(self.config.growth, self.grown, self.config.steps, self.task.units_per_step)
+
+    def after_growth(self, done: int) -> dict[str, float]:
+        """Freeze what the growth before this start froze; the share of the rate of what learns more slowly."""
+        stage, before = self.config.growth[done - 1], self.chain[done - 1]
+        with torch.device("meta"):
+            names = [name for name, _ in self.build_model(before).named_parameters()]
+        growth = plan(before, names, stage, ends=self.model.ends)
+        self.layout.freeze(growing.frozen(growth, stage))
+        return growing.rates(growth, stage)
 
     # resume: from the newest complete checkpoint, or from the beginning
 
@@ -361,7 +382,7 @@ class Trainer:
         self.report.row("event", self.step, what="checkpoint failed", reason=str(error))
         said = f"{error}; the checkpoints before it are untouched"
         if self.config.checkpoint.on_failure == "stop":
-            raise UserError(f"{said}: make room, then go on with: {self.resume_command}") from error
+            raise UserError(f"{said}: make room or mend that, then go on with: {self.resume_command}") from error
         self.report.say(f"{said}, and training goes on")
 
     # close: nothing is lost, and the user knows how to go on
@@ -375,6 +396,16 @@ class Trainer:
         else:
             stopped = f"stopped by {self.stop.name} after step {self.step}; {saved}"
             self.report.say(f"{stopped}; go on with: {self.resume_command}")
+
+    @property
+    def need_less(self) -> str:
+        """What to do where the memory does not suffice."""
+        micro = self.config.micro_batch or 1
+        less = f"micro_batch={max(1, micro // 2)} (it is {micro}; the batch of {self.config.batch} stays as it is)"
+        if micro == 1:
+            less = "train.activation_checkpointing=full, a larger parallel.shard or a smaller model (micro_batch= is 1)"
+        saved = all_steps(self.folder)
+        return f"give {less}, and {f'go on with: {self.resume_command}' if saved else 'start again'}"
 
     @property
     def resume_command(self) -> str:

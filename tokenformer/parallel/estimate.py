@@ -14,13 +14,15 @@ import torch
 
 from tokenformer.config import PROJECTIONS, Config, ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.models import LanguageModel
+from tokenformer.models import build
 from tokenformer.models.cost import cost
+from tokenformer.models.names import Name, parse
 from tokenformer.ops.cross_entropy import LOGITS, ROWS
-from tokenformer.parallel.layout import STACK, Split, joined, volume
+from tokenformer.parallel.gather import STACK, count_alike
+from tokenformer.parallel.layout import Split, volume
 from tokenformer.parallel.mesh import Degrees, check, stages
 from tokenformer.parallel.pipeline import layers_of
-from tokenformer.parallel.token import token_splits
+from tokenformer.parallel.tokens import token_splits
 
 WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
 LOGIT = 12  # bytes of one logit in the backward pass of the loss: its logarithm, two gradients, all fp32
@@ -34,7 +36,7 @@ KEPT = {  # of a score: bytes in fp32 and numbers in the compute type; bytes a r
 }
 TIMES = {"qkv": 3, "proj": 1, "ffn": 1}  # Pattentions of a block
 
-Part = dict[str, Split]  # parameters by name, as the token degree cuts them
+Part = dict[Name, Split]  # parameters, as the token degree cuts them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +84,14 @@ class Planner:
     def __init__(self, config: Config) -> None:
         self.config, self.model = config, config.model.resolved()
         with torch.device("meta"):
-            self.made = LanguageModel(config.model)
-        self.cut: dict[int, Part] = {1: {name: Split(tuple(p.shape)) for name, p in self.made.named_parameters()}}
+            self.made = build(config.model)
+        self.names = {name: parse(name, self.made.ends) for name, _ in self.made.named_parameters()}
+        self.cut: dict[int, Part] = {1: {self.names[n]: Split(tuple(p.shape)) for n, p in self.made.named_parameters()}}
 
     def splits(self, token: int) -> Part:
         if token not in self.cut:
             whole = self.config.parallel.segments == "per-rank" and self.model.kind == "tokenformer"
-            self.cut[token] = token_splits(self.made, token, whole)
+            self.cut[token] = {self.names[n]: s for n, s in token_splits(self.made, token, whole).items()}
         return self.cut[token]
 
     def fullest(self, token: int) -> int:
@@ -110,13 +113,13 @@ class Planner:
         c, every, splits = self.model, stages(d, self.config.parallel), self.splits(d.token)
         blocks: dict[int, Part] = {layer: {} for layer in range(c.layers)}
         for name, split in splits.items():
-            if name.startswith("blocks."):
-                blocks[int(name.split(".")[1])][name] = split
+            if name.layer is not None:
+                blocks[name.layer][name] = split
         found = []
         for number in range(pipeline, every, d.pipeline):
             first, last = number == 0, number == every - 1
-            here = {"embedding.weight": first or (last and c.tied)}  # the norm and the head: at the end
-            rest = {n: s for n, s in splits.items() if not n.startswith("blocks.") and here.get(n, last)}
+            here = {"embedding": first or (last and c.tied)}  # the norm and the head: at the end
+            rest = {n: s for n, s in splits.items() if n.layer is None and here.get(n.part, last)}
             found.append((number, [blocks[layer] for layer in layers_of(number, c.layers, every)], rest))
         return found
 
@@ -139,7 +142,7 @@ class Planner:
             links = sum((not first) + (not last) for first, last in ends)
             found["pipeline"] = steps * links * 2 * c * stream + 4  # the loss at last
             if model.tied and rank.pipeline in (0, d.pipeline - 1):
-                embedding = self.splits(d.token)["embedding.weight"]
+                embedding = self.splits(d.token)[self.names["embedding.weight"]]
                 found["tied"] = 4 * volume(embedding.box(rank.token, rank.data % d.shard, d.shard))
         if config.optimizer.kind == "muon" and d.replicate * d.shard * d.token > 1:
             found["muon"] = self._muon_bytes(d, rank, [block for _, blocks, _ in held for block in blocks])
@@ -190,7 +193,7 @@ class Planner:
         """Two exchanges for each batch of matrices that are cut alike (layout.spread)."""
         ranks, copy = d.replicate * d.shard * d.token, d.shard * d.token
         own, total = rank.data * d.token + rank.token, 0
-        for splits, units in joined(blocks, self.config.optimizer.segments == "joint").items():
+        for splits, units in count_alike(blocks, self.config.optimizer.segments == "joint").items():
             whole = sum(math.prod(split.shape) for split in splits)
             mine = sum(volume(split.box(rank.token, rank.data % d.shard, d.shard)) for split in splits)
             many = max(1, STACK // whole) * d.world
@@ -242,7 +245,9 @@ class Planner:
 
     def _stacked(self, d: Degrees, held: Sequence[tuple[int, list[Part], Part]]) -> int:
         """Numbers that Muon works on at once: matrices of one shape, up to a limit."""
-        units = joined([block for _, blocks, _ in held for block in blocks], self.config.optimizer.segments == "joint")
+        units = count_alike(
+            [block for _, blocks, _ in held for block in blocks], self.config.optimizer.segments == "joint"
+        )
         sizes = [(sum(math.prod(split.shape) for split in splits), n) for splits, n in units.items()]
         return max(max(one, min(n * one, STACK)) for one, n in sizes) // (d.shard * d.token)
 

@@ -1,7 +1,8 @@
 """Token parallelism: every rank holds a slice of the parameter tokens, of the heads and of the vocabulary.
 
-Unusual: of Θ only one number a row and segment is reduced (none where a rank holds whole segments); q, k and v come out
-of one reduce-scatter that splits the heads. Modules change class, not name. Legend: T rows, D dim, R ranks, W words.
+Unusual: of Θ only one number per row and segment is reduced (none where a rank holds whole segments); q, k and v come
+out of one reduce-scatter that splits the heads. Modules change class, not name. Legend: T rows, D dim, R ranks,
+W words.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from tokenformer.config_data import IGNORED
 from tokenformer.models import LanguageModel, Pattention
 from tokenformer.models.layers import MLP, Attention, Block, Linear, project
+from tokenformer.models.names import Name, parse
 from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy
 from tokenformer.ops.pattention import Segments, normalise, statistic
 from tokenformer.parallel.layout import Split
@@ -285,30 +287,28 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 def token_splits(model: LanguageModel, ranks: int, whole: bool) -> dict[str, Split]:
     """How each parameter is cut over `ranks`; `whole`: segments are not cut, but dealt out."""
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    sizes: dict[str, list[int]] = {}  # of each layer's segments
+    shapes = {parse(name, model.ends): tuple(p.shape) for name, p in model.named_parameters()}
+    sizes: dict[str, list[int]] = {}  # of the segments of each projection
     for name, shape in shapes.items():
-        if name.endswith(".key_tokens"):
-            sizes.setdefault(name.rsplit(".", 2)[0], []).append(shape[0])
+        if name.segment is not None:
+            sizes.setdefault(name._replace(segment=0).text, []).append(shape[0])
 
-    def split(name: str, shape: tuple[int, ...]) -> Split:
-        layer, _, last = name.rpartition(".")
-        if last.endswith("_tokens"):
-            layer, _, number = layer.rpartition(".")
+    def split(name: Name, shape: tuple[int, ...]) -> Split:
+        if name.segment is not None:
             if not whole:
                 return Split(shape, 0, tiled(shape[0], ranks))
-            owner = owners(sizes[layer], ranks)[int(number)]
+            owner = owners(sizes[name._replace(segment=0).text], ranks)[name.segment]
             return Split(shape, 0, (0,) * (owner + 1) + (shape[0],) * (ranks - owner))
-        if len(shape) == 1:
+        if not name.role.decays:
             return Split(shape)  # norms are on every rank
-        dim = int(layer.endswith((".proj", ".down")))  # these read what is split
+        dim = int(name.role.kind == "outward")  # these read what is split
         return Split(shape, dim, even(shape[dim], ranks))
 
-    return {name: split(name, shape) for name, shape in shapes.items()}
+    return {name.text: split(name, shape) for name, shape in shapes.items()}
 
 
 def split_tokens(model: LanguageModel, place: Place) -> dict[str, Split]:
-    """Cuts a model on the meta device in place, and says how."""
+    """Cut a model on the meta device in place; returns how."""
     c, ranks = model.config, place.degrees.token
     whole = place.config.segments == "per-rank" and c.kind == "tokenformer"
     team = Team(place.groups["token"].group_name, place.token, ranks, whole)

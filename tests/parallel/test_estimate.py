@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 from tokenformer.cli.main import main
 from tokenformer.config import load
 from tokenformer.errors import UserError
-from tokenformer.models import LanguageModel
+from tokenformer.models import build
+from tokenformer.parallel.estimate import choose, estimate
+from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Degrees
-from tokenformer.parallel.plan import choose, estimate
 from tokenformer.train.compile import wrap
 from tokenformer.train.optim import Optimizer
 
@@ -165,15 +166,15 @@ def test_the_estimated_memory_of_training_op_by_op_is_that_of_its_tensors(preset
     monkeypatch.setattr("tokenformer.models.language.init_weights", lambda *_: None)
     micro, count = c.micro_batch, c.batch // c.micro_batch
     with FakeTensorMode(), Peak() as peak:
-        model = LanguageModel(c.model)
+        model = build(c.model)
         model.compute_dtype = torch.bfloat16
         for block in model.blocks:
             wrap(block, c.train, "none")
-        rule, one, go = Optimizer(model.named_parameters(), c.optimizer), torch.ones(()), torch.zeros(())
+        rule, one, go = Optimizer(Layout(model), c.optimizer), torch.ones(()), torch.zeros(())
         for _ in range(2):
             for _ in range(count):
                 ids = torch.zeros(micro, c.model.context, dtype=torch.long)
                 model(ids, labels=ids).loss_sum.backward()
             rule.step(1e-4, one, go)
-            rule.zero_grad()
+            model.zero_grad()
     assert estimate(c, Degrees()).total == pytest.approx(peak.most, rel=0.15)

@@ -3,13 +3,14 @@
 What must survive a restart is small: the steps at which growths happened and the losses that a plateau is seen in.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tokenformer.config import ModelConfig
 from tokenformer.config_growth import GrowthStage
 from tokenformer.config_train import ScheduleConfig
-from tokenformer.growth.model import plan
+from tokenformer.growth.plan import plan
 from tokenformer.strict import need
 
 
@@ -25,7 +26,7 @@ def chain(model: ModelConfig, stages: Sequence[GrowthStage]) -> list[ModelConfig
         step = stage.at.get("step", last)
         need(step >= last, f"growth stage {number + 1} is at step {step:g}, before the one in front of it: sort them")
         last = step
-        found.append(plan(found[-1], [], **stage.how(), number=number).config)
+        found.append(plan(found[-1], [], stage, number=number).config)
     return found
 
 
@@ -47,21 +48,37 @@ class Progress:
         self.losses.clear()
 
 
-def due(stages: Sequence[GrowthStage], progress: Progress, step: int, tokens_per_step: int) -> GrowthStage | None:
+def due(stages: Sequence[GrowthStage], progress: Progress, step: int, units_per_step: int) -> GrowthStage | None:
     """The stage whose growth comes before step `step` (0 is the first) is taken, if one does.
 
     >>> stages = [GrowthStage(at={"tokens": 1000}, ffn_tokens=20)]
-    >>> [due(stages, Progress(), step, tokens_per_step=300) is not None for step in (2, 3, 4, 5)]
+    >>> [due(stages, Progress(), step, units_per_step=300) is not None for step in (2, 3, 4, 5)]
     [False, False, True, True]
     """
     if len(progress.steps) == len(stages):
         return None
     stage = stages[len(progress.steps)]
-    if "step" in stage.at:
-        return stage if step >= stage.at["step"] else None
-    if "tokens" in stage.at:
-        return stage if step * tokens_per_step >= stage.at["tokens"] else None
-    return stage if plateau(progress.losses, stage.at["plateau"], int(stage.at.get("patience", 3))) else None
+    if "plateau" in stage.at:
+        return stage if plateau(progress.losses, stage.at["plateau"], int(stage.at.get("patience", 3))) else None
+    return stage if step >= step_of(stage, units_per_step) else None
+
+
+def step_of(stage: GrowthStage, units_per_step: int) -> int:
+    """Return the step before which a stage that names a step, or units of its task, grows."""
+    ((unit, number),) = stage.at.items()
+    return math.ceil(number / (1 if unit == "step" else units_per_step))
+
+
+def check_reached(stages: Sequence[GrowthStage], progress: Progress, steps: int, units_per_step: int) -> None:
+    """Refuse a growth to come that a run of so many steps never comes to. A plateau may come or not."""
+    for number, stage in list(enumerate(stages, 1))[len(progress.steps) :]:
+        if "plateau" not in stage.at:
+            step = step_of(stage, units_per_step)
+            need(
+                step < steps,
+                f"growth stage {number} comes after step {step}, but the run has {steps} steps, so it would never "
+                "happen: give more steps, or leave the stage out",
+            )
 
 
 def plateau(losses: Sequence[float], share: float, patience: int) -> bool:

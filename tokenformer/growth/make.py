@@ -1,0 +1,124 @@
+"""A plan → tensors, one at a time. New values belong to (seed, how many growths came before, name), never to a global
+random state, and take the width, type and device of the rows that they join.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenformer.config import ModelConfig
+from tokenformer.errors import UserError
+from tokenformer.growth.recipes import ALL, Appended, Copied, Plan, Widened
+from tokenformer.growth.state import State, grow_state
+from tokenformer.models.init import draw, initial
+
+
+def tensors(plan: Plan, old: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The new tensors one by one, layer by layer; from a lazy mapping the old ones are read as they are needed."""
+    for name in plan.recipes:
+        yield name, make(plan, name, old)
+
+
+class Grown(NamedTuple):
+    """(config, tensors, optimizer state) after a growth, and what the history keeps of it."""
+
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    state: State | None
+    event: dict
+
+
+def apply(plan: Plan, old: Mapping[str, Tensor], state: State | None = None) -> Grown:
+    """Follow a plan for all tensors at once; the old ones stay as they are, and those that did not change are shared.
+
+    `state=None` drops the optimizer's state, as the official code does.
+    """
+    return Grown(plan.config, dict(tensors(plan, old)), None if state is None else grow_state(plan, state), plan.event)
+
+
+def make(plan: Plan, name: str, old: Mapping[str, Tensor]) -> Tensor:
+    """One tensor of the grown model: the old one itself where nothing changes."""
+    recipe = plan.recipes[name]
+    if isinstance(recipe, Copied):
+        tensor = old[recipe.old].detach().clone()
+    elif isinstance(recipe, Widened):
+        tensor = _widened(plan, name, recipe, old[recipe.old])
+    elif recipe.old is None:
+        return _new_rows(plan, name, recipe, old)
+    elif recipe.new_rows:
+        tensor = torch.cat([old[recipe.old].detach(), _new_rows(plan, name, recipe, old)])
+    else:
+        tensor = old[recipe.old]
+    return _disturbed(plan, name, tensor, max(recipe.new_rows, 0)) if name in plan.noise else tensor
+
+
+def _disturbed(plan: Plan, name: str, tensor: Tensor, new_rows: int) -> Tensor:
+    """The tensor with random numbers added to its old rows, as a share of their RMS."""
+    rows, tensor = len(tensor) - new_rows, tensor.detach().clone()
+    numbers = draw(plan.seed, f"growth {plan.number} noise/{name}", (rows, *tensor.shape[1:])).to(tensor)
+    tensor[:rows] += numbers * (plan.noise[name] * rms([tensor[:rows]]))
+    return tensor
+
+
+def _new_rows(plan: Plan, name: str, recipe: Appended, old: Mapping[str, Tensor]) -> Tensor:
+    model = old[recipe.like[0]]
+    shape = tuple(model.shape) if recipe.new_rows == ALL else (recipe.new_rows, *model.shape[1:])
+    if recipe.fill in ("zero", "one"):
+        return model.new_full(shape, float(recipe.fill == "one"))
+    key = f"growth {plan.number}/{name}"
+    size = matched_rms(recipe.like, old) if recipe.fill == "matched" else 0.0
+    # an RMS of 0 (values of a growth that never trained) would make dead rows: begin as a new model does
+    values = draw(plan.seed, key, shape) * size if size else initial(name, shape, plan.config, plan.seed, {}, key)
+    return values.to(device=model.device, dtype=model.dtype)
+
+
+def matched_rms(names: tuple[str, ...], tensors: Mapping[str, Tensor]) -> float:
+    """The RMS that new rows take from these parameters; refused where they hold no numbers."""
+    size = rms([tensors[name] for name in names])
+    if not math.isfinite(size):
+        raise UserError(f"'{names[0]}' holds values that are not finite: grow from weights that are whole")
+    return size
+
+
+def rms(tensors: list[Tensor]) -> float:
+    """Root mean square over all of them.
+
+    >>> rms([torch.ones(2, 2), torch.full((2, 2), 7.0)])
+    5.0
+    """
+    squares = sum(t.detach().double().square().sum().item() for t in tensors)
+    return math.sqrt(squares / max(1, sum(t.numel() for t in tensors)))
+
+
+def _widened(plan: Plan, name: str, recipe: Widened, tensor: Tensor) -> Tensor:
+    if not recipe.new_rows:
+        return tensor
+    old, key = tensor.detach(), f"growth {plan.number}/{name}"
+    if recipe.block:
+        shape = [new for _, new in (recipe.rows or (0, len(old)), recipe.columns or (0, old.shape[-1]))][: old.ndim]
+        new = initial(name, tuple(shape), plan.config, plan.seed, plan.ends, key).to(old)
+        new[tuple(slice(n) for n in old.shape)] = old
+        return new
+    for dim, size in ((0, recipe.rows), (1, recipe.columns)):
+        if size is not None:
+            old = old.index_select(dim, torch.arange(size[1], device=old.device) % size[0])
+    size, dim = (recipe.columns, old.ndim - 1) if recipe.divide == "columns" else (recipe.rows, 0)
+    if recipe.divide is None or size is None:
+        return old
+    source = torch.arange(size[1]) % size[0]
+    count = source.bincount(minlength=size[0]).to(old)
+    per_unit = count[source.to(old.device)]
+    new = old / (per_unit if dim == old.ndim - 1 else per_unit[:, None])
+    if recipe.noise and old.ndim == 2:
+        noise = _cancelling(draw(plan.seed, key, tuple(new.shape)).to(new), source.to(new.device), count)
+        new = new + noise * (recipe.noise * rms([new]))
+    return new
+
+
+def _cancelling(noise: Tensor, source: Tensor, count: Tensor) -> Tensor:
+    """Noise (rows, units) less its mean over the copies of each unit: what reads the copies reads nothing of it."""
+    sums = torch.zeros(len(noise), len(count), dtype=noise.dtype, device=noise.device).index_add_(1, source, noise)
+    return noise - (sums / count)[:, source]
