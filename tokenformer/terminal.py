@@ -44,7 +44,7 @@ def _numeric(text: str) -> bool:
 
 @contextlib.contextmanager
 def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callable[[float], None]]:
-    """Show progress on standard error: a bar on a terminal, a line per ten seconds in a log. `advance(amount)` moves it.
+    """Show progress on standard error: a bar on a terminal, a line per 10 s in a log. `advance(amount)` moves it.
 
     >>> with progress("counting", 3) as advance:
     ...     for _ in range(3):
