@@ -149,8 +149,8 @@ def search(study: Study) -> Arm:
     """Ways of growing at 10 tokens per parameter, each idea beside the best before it; the three best at 20."""
     tuned = tune(study)
     arm = rate_again(study, dataclasses.replace(tuned, budget=10))
-    when = [grown(arm, 96, (at, 864)) for at in (0.15, 0.08, 0.25)]
-    when += [grown(arm, 96, (a, 288), (b, 864)) for a, b in ((0.04, 0.16), (0.02, 0.1), (0.06, 0.25))]
+    times = [grown(arm, 96, (at, 864)) for at in (0.15, 0.08, 0.25)]
+    times += [grown(arm, 96, (a, 288), (b, 864)) for a, b in ((0.04, 0.16), (0.02, 0.1), (0.06, 0.25))]
     small = [grown(arm, 32, (0.04, 864)), grown(arm, 32, (0.08, 864)), grown(arm, 288, (0.25, 864))]
     hops = [
         grown(arm, 432, (0.3, 864)),
@@ -158,7 +158,7 @@ def search(study: Study) -> Arm:
         grown(arm, 32, (0.01, 96), (0.04, 288), (0.16, 864)),
         grown(arm, 96, (0.03, 192), (0.08, 432), (0.2, 864)),
     ]
-    best = study.best([*when, *small, *hops])
+    best = study.best([*times, *small, *hops])
     kinds = ({"ramp": ("new", 0.0, 200)}, {"ramp": ("new", 0.5, 200)}, {"ramp": ("all", 0.5, 200)})
     kinds += ({"ramp": ("hold", 1.3, 250)}, {"rule": "copy"}, {"rule": "copy", "noise": 0.5}, {"rule": "split"})
     kinds += ({"rule": "zero_value"},)
@@ -167,9 +167,10 @@ def search(study: Study) -> Arm:
     varied = [vary(best, **kind) for kind in kinds if whole or kind.get("rule") != "split"]
     at = best.stages[-1].at
     varied.append(grown(arm, (864, 864, 384), (at, 864)))  # ffn tokens alone
-    varied.append(grown(arm, (96, 96, 3456), (at, 864)))  # all but them
-    study.run(varied)
-    pool = [*when, *small, *hops, *varied]
+    varied += [grown(arm, (96, 96, 3456), (when, 864)) for when in (at, 0.1, 0.5)]  # all but them
+    shapes = [grown(arm, (96, 96, 3456)), grown(arm, (288, 288, 3456))]  # never grown: is it the shape alone?
+    study.run([*shapes, *varied])
+    pool = [*times, *small, *hops, *varied]
     best = study.best(pool)
     rates = [dataclasses.replace(best, factor=best.factor * r) for r in (0.5**0.5, 2**0.5)]
     study.run(rates)  # grown arms may choose the rate from the grid that scratch had

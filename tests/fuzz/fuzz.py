@@ -1,0 +1,225 @@
+"""The fuzzer: damaged and crafted files for every command that reads them.
+
+    python -m tests.fuzz.fuzz --seed 1 --count 2000 --jobs 2      all of them
+    python -m tests.fuzz.fuzz --seed 1 --case 17 --keep somewhere one of them, with its folder kept
+
+A case is a command with good files, one or two of which were damaged. It must succeed, or end with exit code 2 and one
+sentence; where a manifest lies, success means that the result is that of the good files.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.fuzz import harm, material, sandbox
+
+FINE = "fine"
+LONGEST = 1500  # characters of a sentence
+TIMES = re.compile(r'"duration_seconds": [^,}]*|[\d.,]+ (tokens/s|s\b)')
+
+
+class Verdict(NamedTuple):
+    case: int
+    scenario: str
+    harm: str
+    verdict: str  # "fine", or what is wrong
+    detail: str
+    seconds: float
+
+
+class Fuzzer:
+    """Good files, what each command gives with them, and one case after the other. Made before it is forked."""
+
+    def __init__(self, work: Path, only: str = "") -> None:
+        self.work = work
+        self.scenarios = {name: s for name, s in material.scenarios().items() if only in name}
+        material.build(work / "good")
+        preload()
+        self.expected: dict[str, str] = {}
+
+    def prove(self) -> None:
+        """Every command succeeds with good files: else nothing would be tested."""
+        wrong = []
+        for name, scenario in self.scenarios.items():
+            folder = self.fresh(name, scenario)
+            ended = self.call(scenario, folder)
+            if ended.how != "exit 0":
+                wrong.append(f"{name} does not work with good files ({ended.how}):\n{ended.err[-3000:]}")
+            self.expected[name] = result(scenario, folder, ended.out)
+            shutil.rmtree(folder.parent)
+        assert not wrong, "\n".join(wrong)
+
+    def fresh(self, name: str, scenario: material.Scenario) -> Path:
+        folder = self.work / f"case-{name}-{os.getpid()}" / "in"
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for needed in scenario.needs:
+            good = self.work / "good" / needed
+            shutil.copytree(good, folder / needed) if good.is_dir() else shutil.copy(good, folder / needed)
+        return folder
+
+    def call(self, scenario: material.Scenario, folder: Path) -> sandbox.Ended:
+        from tokenformer.cli.main import main
+
+        return sandbox.run(lambda: main(scenario.words), folder, folder.parent / "said")
+
+    def case(self, seed: int, number: int, keep: Path | None = None) -> Verdict:
+        chance = random.Random(f"{seed}/{number}")
+        name = chance.choice(sorted(self.scenarios))
+        scenario = self.scenarios[name]
+        folder = self.fresh(name, scenario)
+        files = material.harmed_files(folder, scenario, chance)
+        done, vouched = [], scenario.vouched
+        for file in files[: 2 if chance.random() < 0.15 else 1]:
+            with contextlib.suppress(FileNotFoundError):  # the first harm took it away
+                done.append(f"{file.relative_to(folder)}: {harm.apply(file, folder, chance)}")
+            if chance.random() < 0.6 and harm.sign(file, folder):
+                done.append("signed")
+                vouched = False
+        if keep:
+            shutil.copytree(folder, keep, symlinks=True, dirs_exist_ok=True, copy_function=_copy)
+            print("tokenformer " + " ".join(scenario.words))
+        ended = self.call(scenario, folder)
+        verdict, detail = judge(ended, folder)
+        if verdict == FINE and ended.how == "exit 0" and vouched:
+            got = result(scenario, folder, ended.out)
+            if got != self.expected[name]:
+                verdict, detail = "other result", f"{self.expected[name][:300]} became {got[:300]}"
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        if keep:
+            print(ended.how, ended.out, ended.err, sep="\n")
+        return Verdict(number, name, "; ".join(done), verdict, detail, ended.seconds)
+
+
+def _copy(source: str, target: str) -> str:
+    return shutil.copy2(source, target) if Path(source).is_file() else target
+
+
+def preload() -> None:
+    """Import everything once, so that a fork costs nothing. No tensor is touched: no thread may run yet."""
+    import torch
+
+    import tokenformer
+
+    torch.set_num_threads(1)
+    for module in pkgutil.walk_packages(tokenformer.__path__, "tokenformer."):
+        if not module.name.startswith(("tokenformer.hub.hf.", "tokenformer.ops.kernels", "tokenformer.__main__")):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module.name)
+
+
+def result(scenario: material.Scenario, folder: Path, out: str) -> str:
+    """What is compared: what is printed apart from times, or the weights that were written."""
+    if scenario.output:
+        return TIMES.sub("", out)
+    written = {}
+    for path in sorted(folder.rglob("*.safetensors")):
+        parts = path.relative_to(folder).parts
+        if parts[0] in ("out", "new") or "step-00001500" in parts:
+            written["/".join(parts)] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return json.dumps(written)
+
+
+def judge(ended: sandbox.Ended, folder: Path) -> tuple[str, str]:
+    if (folder / harm.CANARY).exists():
+        return "executed", ""
+    where = re.findall(r'File ".*?(tokenformer/[^"]+)", line (\d+)', ended.err)
+    at = ":".join(where[-1]) if where else ""
+    last = (ended.err.strip().splitlines() or [""])[-1][:200]
+    if ended.how == "time":
+        return "hang", f"{ended.seconds:.0f} s"
+    if ended.how == "memory":
+        return "memory", f"{ended.bytes / 1e9:.1f} GB {at} {last}"
+    if ended.how.startswith("signal"):
+        return "crash", ended.how
+    if "Traceback (most recent call last)" in ended.err:
+        return "traceback", f"{at} {last}"
+    if ended.how not in ("exit 0", "exit 2"):
+        return ended.how, last
+    sentences = [line for line in ended.err.splitlines() if line.startswith("tokenformer: ")]
+    if ended.how == "exit 2" and (len(sentences) != 1 or len(sentences[0]) > LONGEST):
+        return "no sentence", f"{len(sentences)} sentences, {len(ended.err)} characters: {last}"
+    return FINE, ""
+
+
+def _work(fuzzer: Fuzzer, seed: int, numbers: list[int], out) -> None:
+    for number in numbers:
+        out.put(fuzzer.case(seed, number))
+    out.put(None)
+
+
+def run(seed: int, count: int, jobs: int, only: str = "", say=lambda verdict: None) -> list[Verdict]:
+    """All cases, in forks of one process that has torch loaded."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
+        fuzzer = Fuzzer(Path(work), only)
+        fuzzer.prove()
+        context = multiprocessing.get_context("fork")
+        out = context.SimpleQueue()
+        shares = [list(range(count))[job::jobs] for job in range(jobs)]
+        workers = [context.Process(target=_work, args=(fuzzer, seed, share, out)) for share in shares]
+        for worker in workers:
+            worker.start()
+        found, left = [], jobs
+        while left:
+            one = out.get()
+            left -= one is None
+            if one is not None:
+                found.append(one)
+                say(one)
+        for worker in workers:
+            worker.join()
+    return sorted(found)
+
+
+def line(seed: int, one: Verdict) -> str:
+    return f"{one.verdict}: seed {seed} case {one.case}, {one.scenario}, {one.harm}: {one.detail}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="commands whose name has this in it")
+    parser.add_argument("--case", type=int, help="this one alone; give --only if it was given then")
+    parser.add_argument("--keep", type=Path, help="with --case: where its folder goes")
+    args = parser.parse_args()
+    if not sandbox.landlock():
+        print("this kernel has no Landlock: cases could write outside of their folder, so none is run")
+        return 1
+    if args.case is not None:
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
+            fuzzer = Fuzzer(Path(work), args.only)
+            fuzzer.prove()
+            print(line(args.seed, fuzzer.case(args.seed, args.case, args.keep)))
+        return 0
+    start = time.monotonic()
+    found = run(
+        args.seed,
+        args.count,
+        args.jobs,
+        args.only,
+        lambda v: v.verdict != FINE and print(line(args.seed, v), flush=True),
+    )
+    counts = Counter(one.verdict for one in found)
+    print(f"{dict(counts)} of {len(found)} in {time.monotonic() - start:.0f} s; the longest took "
+          f"{max(one.seconds for one in found):.1f} s")  # fmt: skip
+    return int(set(counts) != {FINE})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
