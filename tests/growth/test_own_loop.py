@@ -17,7 +17,7 @@ BIGGER = {"qkv_tokens": 48, "proj_tokens": 40, "ffn_tokens": 96}
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, betas=(0.9, 0.95)),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=3e-4),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-4),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=3e-3, amsgrad=True, betas=(0.9, 0.95)),
 }
 
