@@ -22,7 +22,8 @@ import torch
 
 from tokenformer import __version__
 from tokenformer.config import Config
-from tokenformer.files import read_json, write_text
+from tokenformer.files import write_text
+from tokenformer.parsing import read_json
 from tokenformer.train import loggers
 
 # Dense 16-bit TFLOP/s by a part of the name that CUDA gives; longer names first where one holds another.
