@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "tokenformer"
-OPEN = {"errors", "files", "terminal", "strict"}
+OPEN = {"errors", "files", "parsing", "terminal", "strict"}
 BELOW = {"config", "ops", "models", "growth", "data", "parallel", "hub"}
 MAY = {
     "errors": set(),
-    "files": {"errors", "terminal"},
+    "parsing": {"errors"},
+    "files": {"errors", "parsing", "terminal"},
     "terminal": {"errors"},
-    "strict": {"errors"},
-    "config": {"strict", "errors"},
+    "strict": {"errors", "parsing"},
+    "config": {"strict", "parsing", "errors"},
     "ops": {"config", "errors"},
     "models": {"ops", "config", "errors"},
     "growth": {"models", "config"} | OPEN,

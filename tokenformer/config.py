@@ -23,11 +23,13 @@ from tokenformer.config_train import (
     ValidationConfig,
 )
 from tokenformer.errors import UserError
-from tokenformer.strict import build, key, merge, need, override, parse_yaml
+from tokenformer.parsing import YAML_BYTES, is_file, parse_yaml, read_text, shown
+from tokenformer.strict import bounded, build, key, merge, need, override
 from tokenformer.strict import to_dict as to_dict
 from tokenformer.strict import to_yaml as to_yaml
 
 Tokens = int | list[int]
+WIDE, LONG = 2**20, 2**30  # the largest width, and the largest number of rows, that a model may have
 PROJECTIONS = ("qkv", "proj", "ffn")
 PROJECTION_OF = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}  # of a block's layers
 
@@ -36,9 +38,9 @@ PROJECTION_OF = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "
 class LayerOverride:
     """Where one layer differs from the rest: after shrinking per layer, or growth in depth."""
 
-    qkv_tokens: Tokens | None = key("as in the model", None)
-    proj_tokens: Tokens | None = key("as in the model", None)
-    ffn_tokens: Tokens | None = key("as in the model", None)
+    qkv_tokens: Tokens | None = key("as in the model", None, most=LONG)
+    proj_tokens: Tokens | None = key("as in the model", None, most=LONG)
+    ffn_tokens: Tokens | None = key("as in the model", None, most=LONG)
     tau: dict[str, list[float]] = key("as in the model", make=dict)
 
 
@@ -46,9 +48,9 @@ class LayerOverride:
 class ModelConfig:
     """The shape of a model; everything that decides the function and nothing else."""
 
-    layers: int = key("blocks", 0, quiet=True)
-    dim: int = key("width of the residual stream", 0, quiet=True)
-    heads: int = key("attention heads; must divide dim", 0, quiet=True)
+    layers: int = key("blocks", 0, quiet=True, most=10_000)
+    dim: int = key("width of the residual stream", 0, quiet=True, most=WIDE)
+    heads: int = key("attention heads; must divide dim", 0, quiet=True, most=WIDE)
     of: str = key("what the model is of: language, or what a caller's `build` makes", "language", quiet=True)
     trunks: dict[str, "ModelConfig"] = key(
         "of a model of several trunks: name → that trunk's own keys; its parameters are called NAME.…", make=dict
@@ -57,9 +59,9 @@ class ModelConfig:
         "projections: parameter tokens; linear with a GELU MLP; linear with SwiGLU, RMSNorm and grouped heads",
         "tokenformer",
     )
-    qkv_tokens: Tokens | None = key("parameter tokens of each of q, k and v; a list gives one number a segment", None)
-    proj_tokens: Tokens | None = key("parameter tokens of the projection after attention", None)
-    ffn_tokens: Tokens | None = key("parameter tokens of the feed-forward Pattention", None)
+    qkv_tokens: Tokens | None = key("parameter tokens of each of q, k, v; a list: one per segment", None, most=LONG)
+    proj_tokens: Tokens | None = key("parameter tokens of the projection after attention", None, most=LONG)
+    ffn_tokens: Tokens | None = key("parameter tokens of the feed-forward Pattention", None, most=LONG)
     theta: Literal["l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu"] = key(
         "Θ, the score normalisation (ops/pattention.py, THETAS)", "l2_norm_gelu"
     )
@@ -67,10 +69,10 @@ class ModelConfig:
         "the scale inside Θ, e.g. {ffn: [48.0]}: one number a segment; absent = √n", make=dict
     )
     layer_overrides: dict[int, LayerOverride] = key("layer number → where that layer differs", make=dict)
-    ffn_dim: int | None = key("hidden width of the MLP (transformer, llama); absent = 4·dim", None)
-    kv_heads: int | None = key("key/value heads (llama); absent = heads", None)
-    context: int = key("longest sequence the model is trained on", 2048)
-    vocab: int = key("rows of the embedding: the tokenizer's size padded to a multiple of 128", 50304)
+    ffn_dim: int | None = key("hidden width of the MLP (transformer, llama); absent = 4·dim", None, most=LONG)
+    kv_heads: int | None = key("key/value heads (llama); absent = heads", None, most=LONG)
+    context: int = key("longest sequence the model is trained on", 2048, most=LONG)
+    vocab: int = key("rows of the embedding: the tokenizer's size padded to a multiple of 128", 50304, most=LONG)
     tied: bool = key("output head = embedding", True)
     rotary_fraction: float = key("share of each head's channels that is rotated", 0.25)
     rotary_base: float = key("base of the rotary frequencies", 10000.0)
@@ -80,6 +82,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        bounded(type(self), vars(self), "model")
         if self.trunks:
             for name in ("layers", "dim", "heads", "qkv_tokens", "proj_tokens", "ffn_tokens", "tau", "layer_overrides"):
                 need(not getattr(self, name), f"model.{name} belongs to each of model.trunks: move it there")
@@ -147,6 +150,7 @@ class ModelConfig:
         at = f"model.{which}_tokens" if override is None else f"model.layer_overrides.{layer}.{which}_tokens"
         need(tokens is not None, f"{at} is missing: give a number of parameter tokens, or a list (segments)")
         sizes = tokens if isinstance(tokens, list) else [tokens]
+        need(len(sizes) <= 1000, f"{at} has {len(sizes):,} segments: give at most 1,000")
         need(len(sizes) > 0 and min(sizes) > 0, f"{at} is {tokens}: every segment needs at least one token")
         for name in tau:
             need(name in PROJECTIONS, f"tau names '{name}': its keys are qkv, proj and ffn")
@@ -188,14 +192,15 @@ class Config:
     model: ModelConfig = key("the model")
     task: str | None = key("what is learned: language; absent = what model.of is", None)
     out: str | None = key("run folder where the command line names none", None)
-    steps: int = key("optimizer steps of the run", 1000)
-    batch: int | None = key("sequences of one step, over all ranks", None)
+    steps: int = key("optimizer steps of the run", 1000, most=10**9)
+    batch: int | None = key("sequences of one step, over all ranks", None, most=10**7)
     micro_batch: int | None = key(
-        "sequences that one rank computes at once; absent = its whole share of the batch", None
+        "sequences that one rank computes at once; absent = its whole share of the batch", None, most=10**7
     )
     accumulation: int | None = key(
         "instead of batch, as official files have it: batch = micro_batch × accumulation × ranks at the first start",
         None,
+        most=10**7,
     )
     seed: int = key("of the initial values and the order of the data", 1234)
     start: str | None = key(
@@ -243,29 +248,28 @@ def presets() -> list[str]:
 def find(name: str | Path) -> Path:
     """A file by its path, that of a run by the run's folder, or a preset by its name (`lm/150m`)."""
     for path in (Path(name), Path(name) / "config.yml"):
-        if path.is_file():
+        if is_file(path):
             return path
     if str(name) in presets():
         return preset_folder() / f"{name}.yml"
     close = difflib.get_close_matches(str(name), presets(), n=1)
     hint = f"did you mean the preset '{close[0]}'?" if close else f"presets are {', '.join(presets())}"
-    raise UserError(f"there is no config file or preset '{name}': {hint}")
+    raise UserError(f"there is no config file or preset {shown(str(name))}: {hint}")
 
 
 def read(name: str | Path, _seen: tuple[Path, ...] = ()) -> dict:
     """The raw mapping of a file, laid over the file or preset that its `base:` names."""
     path = find(name)
-    try:
-        raw = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file: give a YAML file") from None
+    raw = parse_yaml(read_text(path, YAML_BYTES), str(path))
     if not isinstance(raw, dict):
-        raise UserError(f"{path} should hold keys and values, such as 'model:', but holds {type(raw).__name__}")
+        holds = "is empty" if raw is None else f"holds {shown(raw)}"
+        raise UserError(f"{path} should hold keys and values, such as 'model:', but {holds}")
     if "base" not in raw:
         return raw
     base = raw.pop("base")
-    beside = path.parent / str(base)
-    base = beside if beside.is_file() else find(base)
+    if not isinstance(base, str):
+        raise UserError(f"{path}: base is {shown(base)}, but must be the name of a config file or preset")
+    base = path.parent / base if is_file(path.parent / base) else find(base)
     seen = (*_seen, path.resolve())
     if base.resolve() in seen:
         raise UserError(f"{path}: its base leads back to itself: name another file or preset")

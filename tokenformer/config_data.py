@@ -29,8 +29,10 @@ class DataConfig:
     verify: Verify = key(
         "on opening: quick = sizes and structure, full = all checksums too, auto = full for sets up to 4 GB", "auto"
     )
-    workers: int = key("threads (processes, where samples are decoded) that read ahead on each rank; 0 reads alone", 2)
-    prefetch: int = key("micro-batches that are read ahead", 8)
+    workers: int = key(
+        "threads (processes, where samples are decoded) that read ahead on each rank; 0 reads alone", 2, most=1024
+    )
+    prefetch: int = key("micro-batches that are read ahead", 8, most=10**5)
     cache: str | None = key("folder for the index of order official; absent = beside the set", None)
 
     @property

@@ -66,8 +66,8 @@ class GrowthStage(Growth):
     """One growth of a run: when, to what size, how, and how training goes on."""
 
     at: dict[str, float] = key(
-        "when: {step: 1000}, {tokens: 2e9}, or {plateau: 0.01, patience: 3}: the validation loss fell by less than "
-        "this share over that many validations"
+        "when: {step: 1000}, {tokens: 2e9} (whatever the task counts), or {plateau: 0.01, patience: 3}: the validation "
+        "loss fell by less than this share over that many validations"
     )
     rate: float = key("the learning rate is multiplied by this from here on, until the next stage", 1.0)
     warmup: int = key("steps over which the rate climbs from 0 again", 0)
@@ -81,9 +81,9 @@ class GrowthStage(Growth):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kinds = ({"step"}, {"tokens"}, {"plateau"}, {"plateau", "patience"})
+        alone = len(self.at) == 1 and "patience" not in self.at  # a step, a plateau, or a unit that its task knows
         need(
-            set(self.at) in kinds and all(number > 0 for number in self.at.values()),
+            (alone or set(self.at) == {"plateau", "patience"}) and all(number > 0 for number in self.at.values()),
             f"growth.at is {self.at}: give {{step: N}}, {{tokens: N}} or {{plateau: SHARE, patience: N}}, all above 0",
         )
         for name in ("rate", "old_tokens", "warmup"):

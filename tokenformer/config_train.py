@@ -124,9 +124,9 @@ class ValidationConfig:
     """Looking at held-out text during the run."""
 
     every: int = key("steps between validations; 0 = only at the end; needs a validation part in the data", 500)
-    samples: int = key("sequences of held-out text, the same each time", 128)
-    batches: int | None = key("instead of samples, as official files have it: that many batches", None)
-    generate: int = key("tokens of a sample of text each time; 0 = none", 64)
+    samples: int = key("sequences of held-out text, the same each time", 128, most=10**9)
+    batches: int | None = key("instead of samples, as official files have it: that many batches", None, most=10**7)
+    generate: int = key("tokens of a sample of text each time; 0 = none", 64, most=10**6)
     prompt: str = key("what the sample goes on from", "The ")
     temperature: float = key("of the sample; 0 = always the likeliest token", 0.8)
 

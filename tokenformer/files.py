@@ -22,9 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.errors import UserError
+from tokenformer.parsing import is_file, read_json, shown
 from tokenformer.terminal import meter
 
 MANIFEST = "manifest.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+BESIDE = (
+    *("config.yml", "config.json", "history.json", "state.json", "tokenizer.json", "tokenizer_config.json"),
+    "model.safetensors.index.json",
+)
 
 
 def sha256(path: Path, seen: Callable[[int], object] | None = None) -> str:
@@ -129,35 +135,38 @@ def write_manifest(folder: Path) -> None:
     write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
 
 
-def read_json(path: str | Path) -> dict:
-    """A JSON object from a file, or a sentence."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): restore it or get it anew") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} should hold a JSON object: restore it or get it anew")
-    return value
+def is_read(name: str) -> bool:
+    """Whether loading weights reads a file of this name: then a manifest must list it."""
+    return name.endswith(WEIGHTS) or name in BESIDE
 
 
-def check_manifest(folder: str | Path, checksums: bool = True) -> None:
-    """Refuse a folder that is not complete, or whose files are not those of its manifest."""
-    folder = Path(folder)
-    if not (folder / MANIFEST).is_file():
+def check_manifest(folder: str | Path, checksums: bool = True, edited: bool = False) -> None:
+    """Refuse a folder that is not complete, whose files are not those of its manifest, or with weights beside those.
+
+    `edited`: people may have changed what loading does not read, such as a README.
+    """
+    folder, manifest = Path(folder), Path(folder) / MANIFEST
+    if not is_file(manifest):
         raise UserError(f"{folder} has no {MANIFEST}, so it was not completed: use an earlier one or make it again")
-    files = read_json(folder / MANIFEST).get("files")
-    if not isinstance(files, dict):
-        raise UserError(f"{folder / MANIFEST} lists no files: get the folder anew")
+    files = read_json(manifest).get("files")
+    if not isinstance(files, dict) or not files:
+        raise UserError(f"{manifest} lists no files: get the folder anew")
+    anew = f"get the folder anew, or delete {MANIFEST} if you changed it yourself" if edited else "get the folder anew"
     for name, entry in files.items():
+        known = isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+        if not known or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"{manifest} has an entry {shown(name)} that we would not write: {anew}")
         path = folder / name
-        if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
-            raise UserError(f"{folder / MANIFEST} does not say what {name[:80]} is: get the folder anew")
-        if not path.is_file():
-            raise UserError(f"{path} is missing although the manifest lists it: get the folder anew")
+        if edited and not is_read(path.name):
+            continue
+        if not is_file(path):
+            raise UserError(f"{path} is missing although the manifest lists it: {anew}")
         if path.stat().st_size != entry["bytes"] or (checksums and sha256(path) != entry["sha256"]):
-            raise UserError(f"{path} is not the file that its manifest describes: get the folder anew")
+            raise UserError(f"{path} is not the file that its manifest describes: {anew}")
+    for place in {(folder / name).parent for name in files} | {folder}:
+        for path in place.iterdir():
+            if is_read(path.name) and str(path.relative_to(folder)) not in files:
+                raise UserError(f"{path} is not in the folder's {MANIFEST}, so it is of another model: move it away")
 
 
 # Downloads: `<name>.part` grows beside the target, `<name>.part.json` says which version of the file it is of.

@@ -1,59 +1,49 @@
 """Strict YAML ↔ dataclasses: a typo is refused with a suggestion, types are checked, nothing is guessed.
 
-Unusual: `1e-3` is a number (PyYAML alone reads text), a key that stands twice is refused, `1e9` is a whole number.
+Unusual: `1e9` is a whole number.
 """
 
 import dataclasses
 import difflib
-import re
 import types
 import typing
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Literal
 
 from tokenformer.errors import UserError
+from tokenformer.parsing import parse_yaml, shown
+
+MOST = 2**53  # beyond it floating point numbers skip whole ones
 
 
-def key(doc: str, default: Any = dataclasses.MISSING, make: Any = dataclasses.MISSING, quiet: bool = False) -> Any:
-    """A config key: what it means, and its default (or the function that makes it). `quiet`: not written as default."""
-    return dataclasses.field(default=default, default_factory=make, metadata={"doc": doc, "quiet": quiet})
+def key(
+    doc: str,
+    default: Any = dataclasses.MISSING,
+    make: Any = dataclasses.MISSING,
+    quiet: bool = False,
+    most: float = MOST,
+) -> Any:
+    """A config key: what it means, its default (or the function that makes it) and the largest number it may hold.
+
+    `quiet`: not written out as default.
+    """
+    about = {"doc": doc, "quiet": quiet, "most": most}
+    return dataclasses.field(default=default, default_factory=make, metadata=about)
+
+
+def bounded(cls: Any, values: dict[str, Any], at: str, kind: type = int) -> None:
+    """Refuse numbers, and lists of them, that no machine could follow, before anything is made of them."""
+    for field in dataclasses.fields(cls):
+        most = field.metadata.get("most", MOST)
+        value = values.get(field.name)
+        for number in value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]:
+            if isinstance(number, kind) and not isinstance(number, bool):
+                need(abs(number) <= most, f"{_join(at, field.name)} is {shown(number)}: give at most {most:,}")
 
 
 def need(holds: bool, sentence: str) -> None:
     if not holds:
         raise UserError(sentence)
-
-
-@cache
-def _loader() -> type:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node, deep=False):
-            seen = set()
-            for name, _ in node.value:
-                if name.tag == "tag:yaml.org,2002:bool":  # YAML reads the key `on` as true
-                    name.tag = "tag:yaml.org,2002:str"
-                if name.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"key '{name.value}' stands twice", name.start_mark
-                    )
-                seen.add(name.value)
-            return super().construct_mapping(node, deep)
-
-    number = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
-    return Loader
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.load(text, Loader=_loader())
-    except yaml.YAMLError as error:
-        raise UserError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def merge(below: dict, above: dict) -> dict:
@@ -80,25 +70,33 @@ def override(raw: dict, assignments: Sequence[str]) -> dict:
         need(bool(equals and path), f"'{assignment}' is not an override: write section.key=value")
         tree = parse_yaml(value, f"the value of '{assignment}'")
         for name in reversed(path.split(".")):
-            tree = {int(name) if name.isdigit() else name: tree}
+            tree = {int(name) if _is_number(name) else name: tree}
         raw = merge(raw, tree)
     return raw
 
 
 def build(cls: Any, raw: Any, at: str = "") -> Any:
     """A dataclass from a raw mapping: unknown keys refused with a suggestion, types checked."""
-    need(isinstance(raw, dict), f"{at or 'the config'} should hold keys and values, not {raw!r}")
+    need(isinstance(raw, dict), f"{at or 'the config'} should hold keys and values, not {shown(raw)}")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for name in raw:
         if name not in fields:
             close = difflib.get_close_matches(str(name), fields, n=1)
             hint = f"did you mean '{close[0]}'?" if close else f"known keys are {', '.join(fields)}"
-            raise UserError(f"unknown key '{_join(at, name)}': {hint}")
+            raise UserError(f"unknown key {shown(_join(at, name))}: {hint}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         need(not required or name in raw, f"key '{_join(at, name)}' is missing: {field.metadata.get('doc', name)}")
-    return cls(**{name: _convert(hints[name], value, _join(at, name)) for name, value in raw.items()})
+    values = {name: _convert(hints[name], value, _join(at, name)) for name, value in raw.items()}
+    bounded(cls, values, at)
+    made = cls(**values)
+    bounded(cls, values, at, float)  # after its own sentences about them
+    return made
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 16
 
 
 def _join(at: str, name: object) -> str:
@@ -121,12 +119,12 @@ def _convert(kind: Any, value: Any, at: str) -> Any:
             return value
         close = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise UserError(f"{at} is {value!r}, but must be one of {', '.join(map(str, args))}{hint}")
+        raise UserError(f"{at} is {shown(value)}, but must be one of {', '.join(map(str, args))}{hint}")
     elif origin is list and isinstance(value, list):
         return [_convert(args[0], item, f"{at}[{i}]") for i, item in enumerate(value)]
     elif origin is dict and isinstance(value, dict):
         return {_convert_key(args[0], k, at): _convert(args[1], v, _join(at, k)) for k, v in value.items()}
-    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+    elif kind is float and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
         return float(value)
     elif kind is int and isinstance(value, float) and float(value).is_integer():
         return int(value)  # 1e9 is a whole number
@@ -134,11 +132,11 @@ def _convert(kind: Any, value: Any, at: str) -> Any:
         isinstance(kind, type) and isinstance(value, kind) and (kind is bool) == isinstance(value, bool)
     ):
         return value
-    raise UserError(f"{at} is {value!r}, but must be {_words(kind)}")
+    raise UserError(f"{at} is {shown(value)}, but must be {_words(kind)}")
 
 
 def _convert_key(kind: Any, name: Any, at: str) -> Any:
-    if kind is int and str(name).isdigit():  # JSON's keys are strings
+    if kind is int and _is_number(str(name)):  # JSON's keys are strings
         return int(name)
     return _convert(kind, name, f"a key of {at}")
 

@@ -1,6 +1,7 @@
 """What people see: tables and progress. On a terminal with rich, elsewhere as plain lines. Rich is imported lazily."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | No
     for row in rows:
         grid.add_row(*(str(c) for c in row))
     Console().print(grid)
+
+
+def drop_output() -> None:
+    """Send what is still to be printed nowhere: its reader left, or its disk is full."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _numeric(text: str) -> bool:

@@ -33,6 +33,19 @@ def train(config, folder: Path, **more) -> Trainer:
     return trainer
 
 
+def train_until(step: int, config, folder: Path) -> Trainer:
+    """A run that is asked to stop after a step, as by a signal."""
+
+    class Stopped(Trainer):
+        def stopping(self) -> bool:
+            self.asked = signal.SIGTERM if self.step >= step else 0
+            return super().stopping()
+
+    trainer = Stopped(config, folder)
+    assert trainer.run() == signal.SIGTERM and trainer.step == step
+    return trainer
+
+
 @pytest.mark.parametrize(
     ("recipe", "rule", "stops"),
     [
@@ -49,7 +62,7 @@ def test_a_run_that_grows_twice_is_the_same_in_pieces_around_each_growth(tiny, t
     assert whole.model.config.layers == 3 and [e["number"] for e in whole.model.history] == [0, 1]
     for stop in stops:  # before, at and after each growth
         folder = tmp_path / str(stop)
-        train(tiny(*settings, f"steps={stop}"), folder)
+        train_until(stop, tiny(*settings), folder)
         again = train(tiny(*settings), folder, resume=True)
         assert same(result(tmp_path / "whole"), result(folder)), stop
         assert again.model.history == whole.model.history
@@ -128,7 +141,7 @@ def test_old_tokens_may_be_frozen_or_slow_also_after_resume(tiny, tmp_path, kind
 def test_with_old_tokens_0_all_that_was_there_is_frozen_and_all_that_is_new_learns(tiny, tmp_path, kind):
     plan = "growth=[{at: {step: 10}, ffn_tokens: 48, layers: 3, old_tokens: 0}, {at: {step: 15}, qkv_tokens: 24}]"
     settings = [f"optimizer.kind={kind}", plan, "checkpoint.keep=0", "steps=18", "optimizer.weight_decay=2"]
-    train(tiny(*settings, "steps=12"), tmp_path / "run")
+    train_until(12, tiny(*settings), tmp_path / "run")
     train(tiny(*settings), tmp_path / "run", resume=True)  # frozen also after a resume
     old, middle, last = (read_tensors(all_steps(tmp_path / "run")[step] / "model") for step in (10, 15, 18))
     changed = {name for name, tensor in middle.items() if not torch.equal(tensor, old.get(name, torch.zeros(1)))}
@@ -157,14 +170,40 @@ def test_a_plan_that_cannot_be_or_does_not_lead_to_the_checkpoint_is_refused_bef
     with pytest.raises(UserError, match="already"):
         Trainer(tiny("growth=[{at: {step: 5}, ffn_tokens: 8}]"), tmp_path / "none").run()
     assert not (tmp_path / "none").exists()
-    train(tiny(TWICE, "steps=20"), tmp_path / "run")
+    train_until(20, tiny(TWICE), tmp_path / "run")
     for other in ("growth=[]", TWICE.replace("48", "64")):
         with pytest.raises(UserError, match="does not lead to"):
             Trainer(tiny(other), tmp_path / "run", resume=True).run()
 
 
+@pytest.mark.parametrize(
+    ("at", "steps", "fits"),
+    [
+        ("step: 10", 10, False),
+        ("step: 10", 11, True),
+        ("tokens: 640", 10, False),  # 4 × 16 tokens per step
+        ("tokens: 640", 11, True),
+        ("tokens: 641", 11, False),
+        ("plateau: 0.01", 5, True),  # it may come or not
+    ],
+)
+def test_a_growth_that_the_run_never_comes_to_is_refused_at_the_start(tiny, tmp_path, at, steps, fits):
+    config = tiny(
+        f"growth=[{{at: {{step: 2}}, ffn_tokens: 40}}, {{at: {{{at}}}, ffn_tokens: 48}}]",
+        f"steps={steps}",
+        "validation.every=3",
+    )
+    if fits:
+        run = train(config, tmp_path / "run")
+        assert len(run.grown.steps) == (1 if "plateau" in at else 2)
+    else:
+        with pytest.raises(UserError, match=rf"growth stage 2 comes after step 1[01], but the run has {steps} steps"):
+            Trainer(config, tmp_path / "run").run()
+        assert not (tmp_path / "run").exists()
+
+
 def test_a_run_is_grown_and_shrunk_like_a_folder(tiny, tmp_path):
-    run = train(tiny(TWICE, "steps=20"), tmp_path / "run")
+    run = train_until(20, tiny(TWICE), tmp_path / "run")
     text = str(Path(__file__).parents[1] / "data" / "alice.txt")
     for verb, out, *sizes in (
         ["grow", "big", "--ffn-tokens", "64"],

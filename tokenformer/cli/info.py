@@ -6,9 +6,8 @@ tokenformer info runs/demo
 """
 
 import argparse
-from pathlib import Path
 
-from tokenformer.config import PROJECTIONS, ModelConfig, presets
+from tokenformer.config import PROJECTIONS, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.terminal import table
 
@@ -29,11 +28,11 @@ def run(args: argparse.Namespace) -> None:
 
 def model_config(source: list[str]) -> ModelConfig:
     """The model of configs and overrides, or of weights."""
-    from tokenformer.hub.open import open_model, read_config
+    from tokenformer.hub.open import means_weights, open_model, read_config
 
     overrides = [word for word in source if "=" in word]
     names = [word for word in source if "=" not in word]
-    weights = [n for n in names if Path(n).is_dir() or n.endswith((".bin", ".pt")) or _hub_name(n)]
+    weights = [name for name in names if means_weights(name)]
     configs = [n for n in names if n not in weights]
     if weights and configs:  # the weights' own config, as `convert` takes it
         return read_config(*configs, overrides=overrides).model
@@ -42,13 +41,6 @@ def model_config(source: list[str]) -> ModelConfig:
     if len(weights) > 1:
         raise UserError(f"{weights[1]} is a second model: give one at a time")
     return open_model(weights[0]).config if weights else read_config(*names, overrides=overrides).model
-
-
-def _hub_name(name: str) -> bool:
-    """`owner/model`, and neither a file nor what looks like a preset."""
-    owner, slash, model = name.partition("/")
-    folders = {preset.split("/")[0] for preset in presets()}
-    return bool(slash and model and "/" not in model) and not Path(name).exists() and owner not in folders
 
 
 def parse_length(text: str) -> int:

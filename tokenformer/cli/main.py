@@ -5,7 +5,6 @@ Exit codes: 0 done, 2 what the user can mend (one sentence, no traceback), 1 wha
 
 import argparse
 import importlib
-import os
 import pkgutil
 import select
 import sys
@@ -13,7 +12,8 @@ from collections.abc import Sequence
 
 import tokenformer.cli
 from tokenformer import __version__
-from tokenformer.errors import UserError
+from tokenformer.errors import UserError, out_of_memory
+from tokenformer.terminal import drop_output
 
 
 def verbs() -> dict:
@@ -60,11 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_left():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
     except KeyboardInterrupt:
         print("tokenformer: interrupted", file=sys.stderr)
         return 130
+    except (MemoryError, RuntimeError) as error:
+        if not (said := out_of_memory(error)):
+            raise
+        print(f"tokenformer: {said}: give smaller batches, or a device with more of it", file=sys.stderr)
+        return 2
 
 
 def _reader_left() -> bool:

@@ -31,16 +31,17 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.errors import UserError
     from tokenformer.files import check_writable, write_text
     from tokenformer.hub.official_config import launch_of
-    from tokenformer.hub.open import read_config
+    from tokenformer.hub.open import means_weights, read_config
     from tokenformer.parallel.mesh import check, degrees
     from tokenformer.parallel.slurm import Job, script
+    from tokenformer.parsing import is_folder
     from tokenformer.train.run import with_batch_sizes
 
     source = Path(args.config)
-    inside = (source / "config.yml").is_file()  # a run
-    files = [args.config, *(s for s in args.settings if "=" not in s)]
+    inside = is_folder(source / "checkpoints") and args.out in (None, args.config)  # a run to go on with
+    files = [source / "config.yml" if inside else args.config, *(s for s in args.settings if "=" not in s)]
     config = read_config(*files, overrides=[s for s in args.settings if "=" in s], training=True)
-    nodes, gpus = launch_of(*files)
+    nodes, gpus = launch_of(*(name for name in files if not means_weights(name)))
     nodes = nodes if args.nodes is None else args.nodes
     gpus = gpus if args.gpus_per_node is None else args.gpus_per_node
     out = args.out or (args.config if inside else config.out)

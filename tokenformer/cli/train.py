@@ -2,21 +2,25 @@
 
 example: tokenformer train lm/150m data.path=prepared/books batch=64 --out runs/books
          tokenformer train runs/books --resume
+         tokenformer train bigger data.path=prepared/books batch=64 --out runs/bigger
 
-CONFIG is a file of ours or an official YAML file, a preset (lm/150m), or a run folder to go on with. An existing run is
-never overwritten: --resume goes on from its newest checkpoint (and begins where there is none, so that a job script can
-always give it). SIGTERM, SIGINT and SIGUSR1 save and leave.
+CONFIG is a file of ours or an official YAML file, a preset (lm/150m), or a run folder to go on with (--resume). Weights
+instead (a folder, a run, a model of the hub) mean their model, beginning with these weights, in a run of its own:
+--out names it; start=null begins from scratch. An existing run is never overwritten: --resume goes on from its newest
+checkpoint (and begins where there is none, so that a job script can always give it). SIGTERM, SIGINT and SIGUSR1 save
+and leave.
 
 Many processes: torchrun --nproc-per-node 8 -m tokenformer train CONFIG parallel.shard=8 (docs/parallelism.md).
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
+    parser.add_argument("config", metavar="CONFIG", help="config file, preset, run folder, or weights to begin with")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
     parser.add_argument("--out", metavar="RUN", help="run folder (default: the config's `out`, or its name in runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run")
@@ -25,17 +29,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tokenformer.config import presets
     from tokenformer.errors import UserError
-    from tokenformer.hub.open import read_config
+    from tokenformer.hub.open import locate, means_weights, read_config
     from tokenformer.parallel.mesh import together
+    from tokenformer.parsing import is_file, is_folder
     from tokenformer.train.trainer import Trainer
 
-    source = Path(args.config)
-    inside = (source / "config.yml").is_file()  # a run
-    if args.resume and not args.out and not inside and not source.is_file() and args.config not in presets():
+    source, given = Path(args.config), Path(args.out) if args.out else None
+    inside = is_file(source / "config.yml")  # a run, or a folder of weights
+    if args.resume and not given and not inside and not is_file(source) and args.config not in presets():
         raise UserError(f"there is no run at {source} to go on with: give its folder, or a config and --out")
-    names = [args.config, *(s for s in args.settings if "=" not in s)]
+    itself = args.resume and inside and (given is None or given.resolve() == source.resolve())
+    if itself and not is_folder(source / "checkpoints") and means_weights(source):
+        raise UserError(f"{source} holds weights but no run to go on with: give --out RUN to begin one with them")
+    names = [source / "config.yml" if itself else args.config, *(s for s in args.settings if "=" not in s)]
     config = read_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
-    default = source if inside else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
-    out = Path(args.out) if args.out else default
-    trainer = Trainer(config, out, resume=args.resume, command=["tokenformer", *sys.argv[1:]])
+    if not itself and given is None and config.out is None and means_weights(args.config):
+        raise UserError(
+            f"{source} holds weights, and what is trained from them needs a folder of its own: give --out RUN"
+            + (", or --resume to go on with this run" if is_folder(source / "checkpoints") else "")
+        )
+    default = source if itself else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
+    if config.start and not itself and os.environ.get("RANK", "0") == "0":
+        print(f"a new run begins with the weights of {locate(config.start).path}", flush=True)
+    trainer = Trainer(config, given or default, resume=args.resume, command=["tokenformer", *sys.argv[1:]])
     return together(trainer.run)

@@ -3,6 +3,7 @@
 What must survive a restart is small: the steps at which growths happened and the losses that a plateau is seen in.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -47,21 +48,32 @@ class Progress:
         self.losses.clear()
 
 
-def due(stages: Sequence[GrowthStage], progress: Progress, step: int, tokens_per_step: int) -> GrowthStage | None:
+def due(stages: Sequence[GrowthStage], progress: Progress, step: int, units_per_step: int) -> GrowthStage | None:
     """The stage whose growth comes before step `step` (0 is the first) is taken, if one does.
 
     >>> stages = [GrowthStage(at={"tokens": 1000}, ffn_tokens=20)]
-    >>> [due(stages, Progress(), step, tokens_per_step=300) is not None for step in (2, 3, 4, 5)]
+    >>> [due(stages, Progress(), step, units_per_step=300) is not None for step in (2, 3, 4, 5)]
     [False, False, True, True]
     """
     if len(progress.steps) == len(stages):
         return None
     stage = stages[len(progress.steps)]
-    if "step" in stage.at:
-        return stage if step >= stage.at["step"] else None
-    if "tokens" in stage.at:
-        return stage if step * tokens_per_step >= stage.at["tokens"] else None
-    return stage if plateau(progress.losses, stage.at["plateau"], int(stage.at.get("patience", 3))) else None
+    if "plateau" in stage.at:
+        return stage if plateau(progress.losses, stage.at["plateau"], int(stage.at.get("patience", 3))) else None
+    (unit, number), *_ = stage.at.items()
+    return stage if step * (1 if unit == "step" else units_per_step) >= number else None
+
+
+def check_reached(stages: Sequence[GrowthStage], progress: Progress, steps: int, tokens_per_step: int) -> None:
+    """Refuse a growth to come that a run of so many steps never comes to. A plateau may come or not."""
+    for number, stage in list(enumerate(stages, 1))[len(progress.steps) :]:
+        if "plateau" not in stage.at:
+            step = math.ceil(stage.at.get("step", stage.at.get("tokens", 0) / tokens_per_step))
+            need(
+                step < steps,
+                f"growth stage {number} comes after step {step}, but the run has {steps} steps, so it would never "
+                "happen: give more steps, or leave the stage out",
+            )
 
 
 def plateau(losses: Sequence[float], share: float, patience: int) -> bool:

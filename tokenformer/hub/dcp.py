@@ -3,8 +3,9 @@
 Unusual: a shard file holds slices under a tensor's full name, so no plain safetensors reader may touch these folders.
 """
 
+import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tokenformer.errors import UserError
+from tokenformer.hub.folder import read_header
 
 FILE_BYTES = 2 * 10**9  # the writer holds one file in memory
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -45,9 +47,13 @@ def write_tensors(folder: str | Path, tensors: Mapping[str, Any], group: Any = N
 
 def stored(folder: str | Path) -> dict[str, TensorStorageMetadata]:
     """What a folder holds: names, shapes and types."""
-    if not any(Path(folder).glob("*.safetensors")):
+    files = sorted(Path(folder).glob("*.safetensors"))
+    for path in files:
+        read_header(path)  # refuses in words what the reader below would fall over
+    if not files:
         return {}
-    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    with _in_words(folder):
+        found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
 
 
@@ -60,7 +66,8 @@ def read_tensors(
     """
     shapes = stored(folder)
     if into is None:
-        into = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in shapes.items()}
+        with _in_words(folder):
+            into = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in shapes.items()}
     wanted = set(into if names is None else names)
     for name in sorted(wanted ^ shapes.keys()):
         missing = "is missing in" if name in wanted else "is too many in"
@@ -70,8 +77,21 @@ def read_tensors(
             raise UserError(f"tensor {name} of {folder} is {list(meta.size)}, not {list(into[name].shape)}")
     if shapes:
         reader = dcp.HuggingFaceStorageReader(str(folder))
-        dcp.load(into, storage_reader=reader, process_group=group, no_dist=_alone())
+        with _in_words(folder):
+            dcp.load(into, storage_reader=reader, process_group=group, no_dist=_alone())
     return into
+
+
+@contextlib.contextmanager
+def _in_words(folder: str | Path) -> Iterator[None]:
+    """What a reader raises at files that are not as we write them has no bound; lost ranks are no fault of files."""
+    try:
+        yield
+    except (OSError, torch.distributed.DistError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        raise UserError(f"{folder} holds tensors that cannot be read ({what}): use another checkpoint") from error
 
 
 def _everyones(sizes: dict[str, int], group: Any) -> dict[str, int]:

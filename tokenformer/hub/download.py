@@ -1,5 +1,7 @@
 """Models from the Hugging Face hub, through huggingface_hub: cached, and resumed when the connection breaks."""
 
+import os
+import sys
 from pathlib import Path
 
 from tokenformer.errors import UserError
@@ -7,13 +9,23 @@ from tokenformer.errors import UserError
 WANTED = ["*.json", "*.yml", "*.bin", "*.safetensors", "*.pt", "latest", "*/latest"]
 
 
-def snapshot(name: str) -> Path:
-    """The local copy of a hub repository such as `Haiyang-W/TokenFormer-150M`."""
+def snapshot(name: str, revision: str | None = None) -> Path:
+    """The local copy of a hub repository such as `Haiyang-W/TokenFormer-150M`. What is asked for is said first."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{name}: no path here, so the hub is asked ({revision or 'newest revision'})", file=sys.stderr)
     try:
-        return Path(snapshot_download(name, allow_patterns=WANTED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+    except RevisionNotFoundError:
+        raise UserError(f"the hub's model '{name}' has no revision '{revision}': check it") from None
     except HFValidationError:
         raise UserError(f"'{name}' is neither a path here nor a name that the hub could have: check it") from None
     except RepositoryNotFoundError:

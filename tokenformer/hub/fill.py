@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tokenformer.config import ModelConfig
+from tokenformer.config import PROJECTIONS, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.models import LanguageModel, build
 
@@ -18,8 +18,8 @@ def empty(config: ModelConfig) -> LanguageModel:
 
 def fill(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> LanguageModel:
     """A model that holds these tensors themselves (no copy)."""
+    check_shapes(config, getattr(tensors, "shapes", None) or {n: t.shape for n, t in tensors.items()}, where)
     held = {name: check_values(name, tensors[name], where) for name in tensors}
-    check_shapes(config, {name: tensor.shape for name, tensor in held.items()}, where)
     model = empty(config)
     model.load_state_dict(held, assign=True)
     return model
@@ -27,6 +27,13 @@ def fill(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> Lang
 
 def check_shapes(config: ModelConfig, shapes: Mapping[str, Sequence[int]], where: str) -> None:
     """Refuse tensors that are not those of the config's model, before any of their values is read."""
+    with_tokens = config.kind == "tokenformer" and not config.trunks
+    segments = max(len(config.segments(which)) for which in PROJECTIONS) if with_tokens else 1
+    if config.layers * segments > len(shapes):  # a number in a config could otherwise make us build for minutes
+        raise UserError(
+            f"{where} holds {len(shapes):,} tensors, too few for {config.layers:,} layers: "
+            "give the config that belongs to these weights"
+        )
     expected = {name: list(p.shape) for name, p in empty(config).named_parameters()}
     missing, extra = expected.keys() - shapes.keys(), shapes.keys() - expected.keys()
     if missing or extra:

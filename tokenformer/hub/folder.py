@@ -19,6 +19,7 @@ from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest
 from tokenformer.hub.fill import check_shapes, check_values, empty, fill
 from tokenformer.models import LanguageModel
+from tokenformer.parsing import is_file, parse_json, read_text, shown
 
 SHARD = 5 * 10**9  # bytes of a file
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -31,7 +32,10 @@ def read_config(folder: Path) -> ModelConfig:
 def read_history(folder: Path) -> list[dict]:
     """Return the growths of the model, oldest first."""
     path = folder / "history.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    history = parse_json(read_text(path), str(path)) if path.exists() else []
+    if not isinstance(history, list) or not all(isinstance(event, dict) for event in history):
+        raise UserError(f"{path} should hold a list of growths, not {shown(history)}: get it anew")
+    return history
 
 
 def load_folder(folder: Path) -> LanguageModel:
@@ -47,40 +51,62 @@ def weight_files(folder: Path) -> list[Path]:
 
 def load_checkpoint(folder: Path) -> LanguageModel:
     """Read the `model` folder of a checkpoint that was found whole: its files hold slices, so DCP reads them."""
-    from tokenformer.hub.dcp import read_tensors  # importing DCP takes a while
+    from tokenformer.hub.dcp import read_tensors, stored  # importing DCP takes a while
 
-    model = fill(read_config(folder), read_tensors(folder), str(folder))
+    config = read_config(folder)
+    check_shapes(config, {name: meta.size for name, meta in stored(folder).items()}, str(folder))
+    model = fill(config, read_tensors(folder), str(folder))
     model.history = read_history(folder)
     return model
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of safetensors files by name. Headers are read at once, values when they are asked for."""
+    """The tensors of safetensors files by name. Headers are read at once, values when they are asked for.
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    `prefix` is taken off names that have it.
+    """
+
+    def __init__(self, files: Iterable[Path], prefix: str = "") -> None:
+        self.stored: dict[str, str] = {}  # our name → the file's
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, list[int]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for path in files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 (not a mapping)
-                        part = file.get_slice(name)
-                        if (kind := part.get_dtype()) not in DTYPES:
-                            raise UserError(f"{path}: '{name}' holds {kind}, no floating point numbers: get it anew")
-                        self.files[name], self.shapes[name], self.dtypes[name] = path, part.get_shape(), DTYPES[kind]
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is not a whole safetensors file ({error}): get it anew") from None
+            for stored, (shape, kind) in read_header(path).items():
+                name = stored.removeprefix(prefix)
+                if name in self.files:
+                    raise UserError(f"{path}: '{stored}' is there twice, also in {self.files[name]}: get it anew")
+                if kind not in DTYPES:
+                    raise UserError(f"{path}: '{stored}' holds {kind}, no floating point numbers: get it anew")
+                self.files[name], self.shapes[name], self.dtypes[name] = path, shape, DTYPES[kind]
+                self.stored[name] = stored
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:
-            return file.get_tensor(name)
+            return file.get_tensor(self.stored[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
 
     def __len__(self) -> int:
         return len(self.files)
+
+
+def read_header(path: Path) -> dict[str, tuple[list[int], str]]:
+    """Shapes and types of a safetensors file's tensors by name."""
+    if not is_file(path):
+        raise UserError(f"{path} is {'no plain file' if path.exists() else 'missing'}: get it anew")
+    try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise UserError(f"{path} is not a whole safetensors file (it is too short): get it anew")
+            parse_json(file.read(size).decode(), f"the header of {path}")  # the library takes names that stand twice
+        with safe_open(path, framework="pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            return {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
+    except (SafetensorError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not a whole safetensors file ({error}): get it anew") from None
 
 
 class Stored(Tensors):

@@ -1,7 +1,7 @@
 """Folders that transformers loads, with our package or without it; written and read here without transformers.
 
-config.json carries the keys of our own config, tensors stand under `model.`. The manifest of such a folder is not held
-against it when it is read: people edit its README and save it again with transformers.
+config.json carries the keys of our own config, tensors stand under `model.`. Where our manifest lies in such a folder,
+what is read must be what it lists; people may edit the README, and transformers may save without a manifest.
 """
 
 import json
@@ -10,11 +10,12 @@ from typing import Any
 
 from tokenformer.config import ModelConfig, build, to_dict
 from tokenformer.errors import UserError
-from tokenformer.files import atomic_folder, read_json
+from tokenformer.files import MANIFEST, atomic_folder, check_manifest
 from tokenformer.hub.fill import fill
 from tokenformer.hub.folder import SHARD, Tensors, read_history, write_tensors
 from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
 from tokenformer.models import LanguageModel
+from tokenformer.parsing import read_json
 
 END = "<|endoftext|>"
 INDEX = "model.safetensors.index.json"
@@ -108,15 +109,17 @@ def read_config(folder: str | Path) -> ModelConfig:
 def load_hf(folder: str | Path) -> LanguageModel:
     """The native model of a folder that `save_hf` or transformers wrote."""
     folder = Path(folder)
+    if (folder / MANIFEST).exists():
+        check_manifest(folder, edited=True)
     config, index = read_config(folder), folder / INDEX
     names = ["model.safetensors"]
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(Path(str(f)).name == f for f in weight_map.values()):
+        files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
             raise UserError(f"{index} names no files of its own folder: get it anew")
-        names = sorted(set(weight_map.values()))
-    tensors = Tensors(folder / name for name in names)
-    model = fill(config, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, str(folder))
+        names = sorted(set(files))
+    model = fill(config, Tensors((folder / name for name in names), prefix="model."), str(folder))
     model.history = read_history(folder)
     return model
 

@@ -5,6 +5,7 @@ the one beside them, else the official config's vocab-file, else the one whose p
 """
 
 import dataclasses
+import difflib
 import os
 import re
 import sys
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from tokenformer import config as native
 from tokenformer.data.text.tokenizer import BUNDLED, FileTokenizer, Tokenizer, load_tokenizer, padded_vocab
 from tokenformer.errors import UserError
-from tokenformer.files import check_manifest
+from tokenformer.files import WEIGHTS, check_manifest
 from tokenformer.hub import official_config
+from tokenformer.parsing import is_file, is_folder, read_json, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,42 @@ if TYPE_CHECKING:
     from tokenformer.models import LanguageModel
 
 DTYPES = ("float32", "bfloat16", "float16")
-HUB_NAME = r"\w([\w.-]*\w)?/\w([\w.-]*\w)?"  # owner/model; ../model and ./model are paths
+HUB_NAME = re.compile(r"(\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@([\w./-]+))?")  # owner/model[@revision]
+
+
+class HubName(NamedTuple):
+    """A model of the Hugging Face hub; nothing was asked for yet."""
+
+    name: str
+    revision: str | None
+
+
+def look(name: str | Path) -> Path | HubName:
+    """What a name means, the same in every verb: a file or folder that exists; a preset; a path that is missing, where
+    it looks like one; `hub:NAME[@REVISION]` or exactly `owner/model[@REVISION]`.
+    """
+    text, path = str(name), Path(name)
+    if is_file(path) or is_folder(path):
+        return path
+    if os.path.lexists(path):
+        raise UserError(f"{text} is neither a file nor a folder: give one of them")
+    if text in native.presets():
+        return native.find(text)
+    match = HUB_NAME.fullmatch(text.removeprefix("hub:"))
+    if match and text.startswith("hub:"):
+        return HubName(match[1], match[2])
+    first, slash, _ = text.partition("/")
+    if slash and first in {preset.split("/")[0] for preset in native.presets()}:
+        native.find(text)  # says which presets there are
+    if match is None or text[0] in "./~" or text.count("/") > 1 or is_folder(first):
+        close = difflib.get_close_matches(path.name, [p.name for p in _beside(path)], n=1)
+        hint = f"did you mean {path.with_name(close[0])}?" if close else "check it, or give owner/model of the hub"
+        raise UserError(f"there is nothing at {text[:200]}: {hint}")
+    return HubName(match[1], match[2])
+
+
+def _beside(path: Path) -> list[Path]:
+    return sorted(path.parent.iterdir())[:1000] if is_folder(path.parent) else []
 
 
 class Located(NamedTuple):
@@ -46,13 +83,13 @@ def locate(source: str | Path) -> Located:
     from tokenformer.hub import official
     from tokenformer.hub.run_folder import newest_whole
 
-    path = Path(source)
-    if not path.exists():
-        if not re.fullmatch(HUB_NAME, str(source)):
-            raise UserError(f"there is nothing at {source}: give a folder, a weight file or a hub name (owner/model)")
+    path = look(source)
+    if isinstance(path, HubName):
         from tokenformer.hub.download import snapshot
 
-        path = snapshot(str(source))
+        path = snapshot(*path)
+    if str(source) in native.presets() and not Path(source).exists():
+        raise UserError(f"{source} is a preset, a config without weights: give weights, or train it first")
     if (path / "config.yml").is_file() and any(path.glob("model*.safetensors")):
         return Located("ours", path)
     newest = newest_whole(path)
@@ -61,7 +98,8 @@ def locate(source: str | Path) -> Located:
         if newest is None:
             check_manifest(path)
         return Located("checkpoint", path / "model")
-    if (path / "config.json").is_file() and '"model_type": "tokenformer"' in (path / "config.json").read_text():
+    about = path / "config.json"
+    if is_file(about) and read_json(about).get("model_type") == "tokenformer":
         return Located("hf", path)
     weights = official.find(path)
     if weights is None:
@@ -135,7 +173,7 @@ class Opened:
     def _tokenizer(self) -> Tokenizer:
         beside = self._located.folder / "tokenizer.json"
         if beside.is_file():
-            return FileTokenizer(beside.read_text(encoding="utf-8"), f"of {self.source}")
+            return FileTokenizer(read_text(beside), f"of {self.source}")
         if self._vocab_file is not None and Path(self._vocab_file).is_file():
             return load_tokenizer(self._vocab_file)
         for name, size in ((BUNDLED, 50277), ("byte", 257)):
@@ -150,7 +188,7 @@ class Opened:
         if self._named is not None:
             return self._named.to_json()
         if beside.is_file():
-            return beside.read_text(encoding="utf-8")
+            return read_text(beside)
         released = self.kind == "official" and self.config.vocab == padded_vocab(50277)
         return load_tokenizer(BUNDLED).to_json() if released else None
 
@@ -228,18 +266,43 @@ def _dtype(name: "torch.dtype | str | None", device: "torch.device") -> "torch.d
     return getattr(torch, name) if isinstance(name, str) else name
 
 
+def means_weights(name: str | Path) -> bool:
+    """Whether a name means weights: a folder or run that has some, a weight file, or a model of the hub."""
+    found = look(name)
+    if isinstance(found, HubName) or not is_folder(found):
+        return isinstance(found, HubName) or found.suffix in WEIGHTS
+    held = ("model*.safetensors", "checkpoints/step-*", "pytorch_model.bin", "latest")
+    return not is_file(found / "config.yml") or any(any(found.glob(pattern)) for pattern in held)
+
+
 def read_config(*names: str | Path, overrides: Sequence[str] = (), training: bool = False) -> "Config":
     """A config from files or presets, ours or in the official dialect, later ones laid over earlier ones, then `a.b=c`.
 
-    With `training`, what official files say about it is translated too, or refused.
+    A name that means weights gives its model and `start`, which begins with them; of a run all its other settings but
+    the growth that it has behind it. With `start` among the overrides (null: from scratch) it gives what its config
+    file says. With `training`, what official files say about it is translated too, or refused.
 
     >>> read_config("lm/150m", overrides=["model.layers=2"]).model.layers
     2
     """
-    raws = {name: native.read(name) for name in names}
-    if not any(map(official_config.is_official, raws.values())):
-        return native.load(*names, overrides=overrides)
-    ours, notes = official_config.translate_all(raws, training)
-    if os.environ.get("RANK", "0") == "0":
-        print(*notes, sep="\n", file=sys.stderr)
+    asked = native.override({}, overrides)
+    raws = {name: _raw(name, scratch="start" in asked) for name in names}
+    ours: dict = {}
+    if any(map(official_config.is_official, raws.values())):
+        ours, notes = official_config.translate_all(raws, training)
+        if os.environ.get("RANK", "0") == "0":
+            print(*notes, sep="\n", file=sys.stderr)
+    else:
+        for raw in raws.values():
+            ours = native.merge(ours, raw)
     return native.build(native.Config, native.override(ours, overrides))
+
+
+def _raw(name: str | Path, scratch: bool) -> dict:
+    found = look(name)
+    if not means_weights(name) or (scratch and not isinstance(found, HubName) and is_file(found / "config.yml")):
+        return native.read(name)
+    opened = open_model(name)
+    settings = native.read(opened.run) if opened.run else {}
+    own = {"model": native.to_dict(opened.config), "growth": [], "out": None, "start": None if scratch else str(name)}
+    return {**settings, **own}

@@ -11,6 +11,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -85,6 +86,27 @@ _UNUSED = {pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.PERSID, pickle.EXT1
 _UNUSED |= {pickle.BYTEARRAY8}
 
 
+# Which items of the stack become keys or members, that is, are hashed.
+_HASHED = {pickle.SETITEM: slice(-2, -1), pickle.SETITEMS: slice(0, None, 2), pickle.DICT: slice(0, None, 2)}
+_HASHED |= {pickle.ADDITEMS: slice(None), pickle.FROZENSET: slice(None)}
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    """Hashing a tuple of tuples of tuples … takes for ever, or all of the stack; weights have texts and numbers."""
+    for key in keys:
+        for part in key if type(key) is tuple else (key,):
+            if not isinstance(part, str | bytes | int | float | None | torch.dtype | Foreign):
+                raise UserError(f"has a {type(part).__name__} as a key, which no weights need; do not use it")
+
+
+def _hashing(code: int, where: slice) -> Callable[[Any], None]:
+    def load(self: Any) -> None:
+        _check_keys(self.stack[where])
+        pickle._Unpickler.dispatch[code](self)
+
+    return load
+
+
 class _Archive(pickle._Unpickler):
     """A torch zip file: pickle's machine with the few calls above, and the zip's members as storages."""
 
@@ -116,7 +138,8 @@ class _Archive(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         kind, dtype, key, _, count = pid  # a storage's class stands for its type, see _GLOBALS
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or type(count) is not int:
+        known = kind == "storage" and isinstance(key, str)
+        if not known or not isinstance(dtype, torch.dtype) or type(count) is not int:
             raise UserError("has a storage of a kind that is not known here; save it again as safetensors")
         if (key, dtype, count) not in self.storages:
             start, end = self.span(f"data/{key}")
@@ -136,6 +159,8 @@ class _Archive(pickle._Unpickler):
         arguments, called = self.stack.pop(), self.stack.pop()
         if not isinstance(called, Foreign) and not any(called is known for known in _CALLS.values()):
             raise UserError("calls what is not a function; do not use it")
+        if called in (set, frozenset, OrderedDict):
+            _check_keys(item for items in arguments for item in items)
         self.stack.append(called if isinstance(called, Foreign) else called(*arguments))
 
     def load_build(self) -> None:
@@ -145,4 +170,5 @@ class _Archive(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = {
         **{code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _UNUSED},
         **{pickle.REDUCE[0]: load_call, pickle.NEWOBJ[0]: load_call, pickle.BUILD[0]: load_build},
+        **{code[0]: _hashing(code[0], where) for code, where in _HASHED.items()},
     }

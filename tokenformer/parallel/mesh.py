@@ -3,6 +3,7 @@
 Unusual: one process has a place too, with every degree 1 and no mesh, so that callers have no second path.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -246,8 +247,9 @@ def together(run: Callable[[], signal.Signals | None]) -> int:
             let_go()
         else:
             print(f"{rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # its disk is full, or its reader left
+            stream.flush()
     os._exit(code)
 
 

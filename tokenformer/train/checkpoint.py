@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tokenformer.config import CheckpointConfig
 from tokenformer.errors import UserError
-from tokenformer.files import atomic_folder, read_json, write_text
+from tokenformer.files import atomic_folder, write_text
 from tokenformer.hub.dcp import read_tensors, stored, write_tensors
 from tokenformer.hub.run_folder import Found, all_steps
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
+from tokenformer.parsing import read_json
 
 State = dict[str, dict[str, Tensor]]  # an optimizer's, by parameter name
 

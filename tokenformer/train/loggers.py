@@ -3,11 +3,18 @@
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenformer.config import Config, to_dict
 from tokenformer.errors import UserError
 
-Logger = Callable[[int, dict[str, float]], None]
+
+class Logger(NamedTuple):
+    """Another place that numbers go to."""
+
+    name: str
+    log: Callable[[int, dict[str, float]], object]  # (step, values by name)
+    close: Callable[[], object]
 
 
 def check(config: Config) -> None:
@@ -18,9 +25,9 @@ def check(config: Config) -> None:
             raise UserError(f"log.{name} needs the package {name}: pip install 'tokenformer[log]'")
 
 
-def open_loggers(config: Config, run: Path, run_id: str, step: int) -> list[tuple[Logger, Callable[[], None]]]:
-    """(log, close) of each that the config asks for; `step` is where a resumed run goes on."""
-    opened: list[tuple[Logger, Callable[[], None]]] = []
+def open_loggers(config: Config, run: Path, run_id: str, step: int) -> list[Logger]:
+    """Open those that the config asks for; `step` is where a resumed run goes on."""
+    opened: list[Logger] = []
     if config.log.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -30,18 +37,21 @@ def open_loggers(config: Config, run: Path, run_id: str, step: int) -> list[tupl
             for name, value in values.items():
                 writer.add_scalar(name, value, at)
 
-        opened.append((scalars, writer.close))
+        opened.append(Logger("tensorboard", scalars, writer.close))
     if config.log.wandb != "none":
         import wandb
 
-        online = wandb.init(
-            project=config.log.wandb_project,
-            name=run.name,
-            id=run_id,
-            resume="allow",
-            mode=config.log.wandb,
-            dir=str(run),
-            config=to_dict(config),
-        )
-        opened.append((lambda at, values: online.log(values, step=at), online.finish))
+        try:
+            online = wandb.init(
+                project=config.log.wandb_project,
+                name=run.name,
+                id=run_id,
+                resume="allow",
+                mode=config.log.wandb,
+                dir=str(run),
+                config=to_dict(config),
+            )
+        except (wandb.Error, OSError) as error:
+            raise UserError(f"log.wandb could not be started ({error}): mend that, or set log.wandb=offline") from None
+        opened.append(Logger("wandb", lambda at, values: online.log(values, step=at), online.finish))
     return opened

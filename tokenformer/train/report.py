@@ -5,8 +5,10 @@ MFU = training FLOPs per unit (attention counted once) · units/s / the GPU's de
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
+import os
 import platform
 import resource
 import secrets
@@ -22,7 +24,9 @@ import torch
 
 from tokenformer import __version__
 from tokenformer.config import Config
-from tokenformer.files import read_json, write_text
+from tokenformer.files import write_text
+from tokenformer.parsing import read_json
+from tokenformer.terminal import drop_output
 from tokenformer.train import loggers
 
 # Dense 16-bit TFLOP/s by a part of the name that CUDA gives; longer names first where one holds another.
@@ -61,42 +65,73 @@ def environment(command: list[str]) -> dict[str, Any]:
     }
 
 
+class Lines:
+    """A file that lines are added to. What it does not take now (the disk is full) is kept, and goes in front later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.waiting = path, b""
+
+    def add(self, line: str) -> OSError | None:
+        """Append a line, or return why that could not be done. The file never holds a part of a line."""
+        self.waiting += (line + "\n").encode(errors="replace")
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                if file.write(self.waiting) < len(self.waiting):
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            return error
+        self.waiting = b""
+        return None
+
+
 class Report:
-    """Of one run, from `step` on. Rows beyond that step belong to a future that was lost, and are dropped."""
+    """Of one run, from `step` on. Rows beyond that step belong to a future that was lost, and are dropped.
+
+    Making one may raise OSError. From then on nothing that it is told ends the run: what fails is said once.
+    """
 
     def __init__(self, run: Path, config: Config, step: int, command: list[str]) -> None:
         self.run, self.config = run, config
-        self.metrics = run / "metrics.jsonl"
+        self.log, self.metrics = Lines(run / "log"), Lines(run / "metrics.jsonl")
+        self.failing: set[str] = set()  # what was said to fail, and does still
         starts = read_json(run / "environment.json") if (run / "environment.json").is_file() else {}
         starts.setdefault("id", secrets.token_hex(4))
         starts.setdefault("starts", []).append({"step": step, **environment(command)})
         write_text(run / "environment.json", json.dumps(starts, indent=1) + "\n")
-        if self.metrics.is_file():
+        if self.metrics.path.is_file():
             rows = [row for row in read_rows(run) if row["step"] < step or (row["step"] == step and not grown(row))]
-            write_text(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        self.log = open(run / "log", "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+            write_text(self.metrics.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self.loggers = loggers.open_loggers(config, run, starts["id"], step)
         self.begin = time.monotonic()
         self.bar = _bar(config.steps, step) if sys.stdout.isatty() else None
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        self.log.write(text + "\n")
-        self.log.flush()
-        if self.bar is not None:
-            self.bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, flush=True)
+        """Show a line that stays."""
+        self._add(self.log, text)
+        try:
+            if self.bar is not None:
+                self.bar.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, flush=True)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):  # its reader left
+                drop_output()
+            self._failed("standard output", error)
 
     def row(self, kind: str, step: int, **values: Any) -> None:
-        """One line of metrics.jsonl, and its numbers to the loggers. A number that is not finite becomes null."""
+        """Add a line to metrics.jsonl, and its numbers to the loggers. A number that is not finite becomes null."""
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         row = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self.begin, 3), **values}
-        with open(self.metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._add(self.metrics, json.dumps(row, ensure_ascii=False))
         numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
-        for log, _ in self.loggers:
-            log(step, numbers)
+        for logger in list(self.loggers):
+            try:
+                logger.log(step, numbers)
+            except Exception as error:  # another package's, of whatever kind
+                self.loggers.remove(logger)
+                self._failed(f"log.{logger.name}", error)
 
     def sample(self, step: int, made: Mapping[str, str | bytes]) -> None:
         """Keep what a task made to look at: text in the metrics and as a line, bytes as files of samples/STEP/."""
@@ -108,16 +143,20 @@ class Report:
         folder = self.run / "samples" / f"{step}"
         for name, content in made.items():
             if isinstance(content, bytes):
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
-                self.say(f"step {step}: sample: {folder / name}")
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    (folder / name).write_bytes(content)
+                except OSError as error:
+                    self._failed("samples", error)
+                else:
+                    self.say(f"step {step}: sample: {folder / name}")
 
     def progress(self, step: int, values: dict[str, Any]) -> None:
-        """The training row of a log step, and its line."""
+        """Add the training row of a log step, and show its line."""
         self.row("train", step, **values)
         line = describe(step, self.config.steps, values)
         if self.bar is not None:
-            self.log.write(line + "\n")
+            self._add(self.log, line)
             self.bar.update(self.bar.task_ids[0], completed=step, description=line)
         else:
             self.say(line)
@@ -125,13 +164,34 @@ class Report:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
-        for _, close in self.loggers:
-            close()
-        self.log.close()
+        for logger in self.loggers:
+            try:
+                logger.close()
+            except Exception as error:
+                self._failed(f"log.{logger.name}", error)
+        if "standard output" in self.failing:  # what is left of it would change the code that Python leaves with
+            drop_output()
+
+    def _add(self, lines: Lines, line: str) -> None:
+        error = lines.add(line)
+        if error is None:
+            self.failing.discard(str(lines.path))
+        else:
+            self._failed(str(lines.path), error)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Say that something cannot be written, once until it can be again."""
+        if what not in self.failing:
+            self.failing.add(what)
+            why = (isinstance(error, OSError) and error.strerror) or error
+            said = f"{what} cannot be written ({why}): training goes on without it"
+            self.log.add(said)
+            with contextlib.suppress(OSError):
+                print(f"tokenformer: {said}", file=sys.stderr, flush=True)
 
 
 class Silent:
-    """What every rank but the first reports."""
+    """The report of every rank but the first: nothing."""
 
     def say(self, text: str) -> None: ...
     def row(self, kind: str, step: int, **values: Any) -> None: ...
@@ -216,12 +276,12 @@ def grown(row: dict) -> bool:
 def read_rows(run: str | Path) -> list[dict]:
     """The rows of a run's metrics.jsonl; a last line that a kill cut short is left out."""
     rows = []
-    for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").split("\n"):
+    for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and "step" in row:
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
             rows.append(row)
     return rows
 

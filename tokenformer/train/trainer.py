@@ -22,10 +22,10 @@ from torch import Tensor
 from tokenformer import config as native
 from tokenformer.config import Config
 from tokenformer.config_growth import GrowthStage
-from tokenformer.errors import UserError
+from tokenformer.errors import UserError, out_of_memory
 from tokenformer.files import write_text
 from tokenformer.growth.plan import plan
-from tokenformer.growth.stages import Progress, chain, due
+from tokenformer.growth.stages import Progress, chain, check_reached, due
 from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
@@ -76,20 +76,27 @@ class Trainer:
         self.stop: signal.Signals | None = None  # the one that all ranks know of
 
     def run(self) -> signal.Signals | None:
-        self.build()
-        with contextlib.ExitStack() as held, self.signals():
-            self.place.first_does(lambda: self.take(held))
-            self.resume()
-            try:
-                self.loop()
-                self.close()
-            finally:
-                self.report.close()
+        try:
+            self.build()
+            with contextlib.ExitStack() as held, self.signals():
+                self.place.first_does(lambda: self.take(held))
+                self.resume()
+                try:
+                    self.loop()
+                    self.close()
+                finally:
+                    self.report.close()
+        except (MemoryError, RuntimeError) as error:
+            if (said := out_of_memory(error)) is None:
+                raise
+            raise UserError(f"{said} in step {self.step + 1}: {self.need_less}") from None
         self.place.leave()
         return self.stop
 
     def take(self, held: contextlib.ExitStack) -> None:
         """Lock the folder, and leave nothing in it that is no whole checkpoint."""
+        if (self.folder / ".lock").exists() and not self.seen:
+            self.notes.append(f"{self.folder} has no checkpoint: it is begun again")
         held.enter_context(lock(self.folder))
         if all_steps(self.folder) != self.seen:  # somebody was here before the lock
             raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
@@ -125,6 +132,7 @@ class Trainer:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
+        check_reached(self.config.growth, self.grown, self.config.steps, self.task.units_per_step)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
         for name in {name for stage in self.config.growth for name in stage.at} - {"step", "plateau", "patience"}:
             if name != self.task.unit:
@@ -374,7 +382,7 @@ class Trainer:
         self.report.row("event", self.step, what="checkpoint failed", reason=str(error))
         said = f"{error}; the checkpoints before it are untouched"
         if self.config.checkpoint.on_failure == "stop":
-            raise UserError(f"{said}: make room, then go on with: {self.resume_command}") from error
+            raise UserError(f"{said}: make room or mend that, then go on with: {self.resume_command}") from error
         self.report.say(f"{said}, and training goes on")
 
     # close: nothing is lost, and the user knows how to go on
@@ -388,6 +396,16 @@ class Trainer:
         else:
             stopped = f"stopped by {self.stop.name} after step {self.step}; {saved}"
             self.report.say(f"{stopped}; go on with: {self.resume_command}")
+
+    @property
+    def need_less(self) -> str:
+        """What to do where the memory does not suffice."""
+        micro = self.config.micro_batch or 1
+        less = f"micro_batch={max(1, micro // 2)} (it is {micro}; the batch of {self.config.batch} stays as it is)"
+        if micro == 1:
+            less = "train.activation_checkpointing=full, a larger parallel.shard or a smaller model (micro_batch= is 1)"
+        saved = all_steps(self.folder)
+        return f"give {less}, and {f'go on with: {self.resume_command}' if saved else 'start again'}"
 
     @property
     def resume_command(self) -> str:

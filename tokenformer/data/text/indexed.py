@@ -18,6 +18,7 @@ import numpy as np
 from tokenformer import files
 from tokenformer.config_data import Verify
 from tokenformer.errors import UserError
+from tokenformer.parsing import read_json
 
 SUFFIX = "_text_document"
 MAGIC = b"MMIDIDX\0\0"
@@ -235,7 +236,7 @@ def read_description(prefix: Path) -> dict | None:
     path = description_path(prefix)
     if not path.is_file():
         return None
-    description = files.read_json(path)
+    description = read_json(path)
     entries = description.get("files")
     names = {prefix.name + ".bin", prefix.name + ".idx"}
     if description.get("format") != 1 or not isinstance(entries, dict) or set(entries) != names:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tokenformer.data.text.cutting import cut_rule
 from tokenformer.errors import UserError
-from tokenformer.files import read_json
+from tokenformer.parsing import is_file, read_json, read_text
 
 BUNDLED = "gpt-neox-20b"
 _END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<EOS>", "[EOS]", "[SEP]")
@@ -144,13 +144,9 @@ def load_tokenizer(name: str | Path, end: str | None = None) -> Tokenizer:
             named = read_json(settings).get("eos_token")
             end = named.get("content") if isinstance(named, dict) else named
         path /= "tokenizer.json"
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"there is no tokenizer '{name}': give {BUNDLED}, byte, a tokenizer.json or a folder with one")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file: give a tokenizer.json") from None
-    return FileTokenizer(text, str(name), end)
+    return FileTokenizer(read_text(path), str(name), end)
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, name: str = "trained") -> FileTokenizer:

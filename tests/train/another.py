@@ -1,0 +1,100 @@
+"""A model, a source and a task that the package does not know: does a word belong to a picture?
+
+Two trunks, one of them not causal, and ends of their own. No test in here; test_another_model.py trains it.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tokenformer.config import ModelConfig
+from tokenformer.data.loader import Loader
+from tokenformer.data.source import Field
+from tokenformer.models.layers import Block, Linear, Norm
+from tokenformer.models.names import INWARD, ONE, TABLE, ZERO, own
+from tokenformer.ops.rotary import angles
+from tokenformer.train.task import Task
+
+NORMS = {f"{trunk}.norm.{leaf}": r for trunk in ("image", "text") for leaf, r in (("weight", ONE), ("bias", ZERO))}
+
+
+class Tower(nn.Module):
+    """Blocks and their norm over whatever was embedded."""
+
+    def __init__(self, config: ModelConfig, causal: bool) -> None:
+        super().__init__()
+        self.config, self.causal, self.compute_dtype = config, causal, None
+        self.embedding = nn.Embedding(config.vocab, config.dim) if causal else Linear(6, config.dim)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = Norm(config, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x).to(self.compute_dtype)
+        rotary = angles(torch.arange(x.shape[1]), self.config.rotary_dims, self.config.rotary_base, x.dtype)
+        for block in self.blocks:
+            x = block(x, rotary)
+        return self.norm(x).mean(1)
+
+
+class Pair(nn.Module):
+    """Scores a picture and a word by the product of what the two trunks make of them."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config, self.history, self.compute_dtype = config.resolved(), [], None
+        self.image = Tower(self.config.trunks["image"], causal=False)
+        self.text = Tower(self.config.trunks["text"], causal=True)
+        self.scale = nn.Parameter(torch.empty(()))
+        self.ends = {**NORMS, "image.embedding.weight": INWARD, "text.embedding.weight": TABLE, "scale": own(0.5)}
+        self.entries = ("features",)
+
+    def forward(self, pixels: Tensor, words: Tensor) -> Tensor:
+        return self.scale * torch.mul(*self.features(pixels, words)).sum(-1)
+
+    def features(self, pixels: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        return self.image(pixels.to(self.scale.dtype)), self.text(words)
+
+    def trunks(self) -> dict[str, nn.Module]:
+        return {"image.": self.image, "text.": self.text}
+
+    def cost(self) -> SimpleNamespace:
+        return SimpleNamespace(parameters=sum(p.numel() for p in self.parameters()))
+
+
+class Pictures:
+    """64 pictures of 4 patches, each with a word of 3 letters, which belongs to it or not."""
+
+    def __init__(self) -> None:
+        self.identity, self.shuffled, self.processes = {"data": "pictures"}, True, False
+        self.fields = {"pixels": Field((4, 6), np.float32), "words": Field((3,), np.int64)}
+        self.fields["labels"] = Field((), np.float32, np.nan)
+
+    def __len__(self) -> int:
+        return 64
+
+    def read(self, indices: np.ndarray, epochs: np.ndarray, out: dict[str, np.ndarray]) -> None:
+        for row, chance in enumerate(map(np.random.default_rng, indices)):
+            out["pixels"][row] = chance.standard_normal((4, 6))
+            out["words"][row] = chance.integers(0, 16, 3)
+            out["labels"][row] = np.sign(out["pixels"][row, 0, 0] * (out["words"][row, 0] - 7.5))
+
+
+class Match(Task):
+    """Squared error of the score; a row that holds no picture does not count."""
+
+    unit = "pairs"
+
+    def __init__(self, config, place, device) -> None:
+        super().__init__(config, place, device)
+        self.loader = Loader(Pictures(), batch=self.batch, seed=config.seed, workers=0, **self.cut)
+        self.held_out = Loader(Pictures(), batch=self.held_out_samples, epochs=1, workers=0, **self.cut)
+
+    def loss(self, model, batch) -> tuple[Tensor, Tensor]:
+        there = ~batch["labels"].isnan()
+        error = model(batch["pixels"], batch["words"]) - batch["labels"].nan_to_num()
+        return (error.square() * there).sum(), there.sum()
+
+    def sample(self, model) -> dict[str, str | bytes]:
+        return {"scale": f"{model.scale.item():.3f}", "scale.bin": model.scale.detach().numpy().tobytes()}

@@ -1,0 +1,161 @@
+"""The one door for text that somebody else may have written: UTF-8, JSON and YAML, refused in a sentence.
+
+Unusual: sizes, depth and what YAML's aliases stand for are bounded, and a key that stands twice is refused, so that no
+file can hang the reader, fill its memory or mean two things.
+"""
+
+import itertools
+import json
+import os
+import re
+import reprlib
+import stat
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenformer.errors import UserError
+
+JSON_BYTES = 1 << 26  # the largest tokenizer.json that we have seen has 34 MB
+YAML_BYTES = 1 << 19  # PyYAML reads some 100 kB per second
+YAML_NODES = 1 << 17  # after aliases are written out
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def shown(value: Any) -> str:
+    """The value as a message shows it: cut where it is long.
+
+    >>> shown([1, "a"]), len(shown("x" * 10**6))
+    ("[1, 'a']", 80)
+    """
+    return _SHORT.repr(value)
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a plain file is there. A name that no file can have, a FIFO or a device is none."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: str | Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
+    """The text of a file of at most so many bytes."""
+    try:
+        if not is_file(path):
+            exists = os.path.lexists(path)
+            raise UserError(f"{_cut(path)} is {'no plain file: give one' if exists else 'missing: check the path'}")
+        size = os.stat(path).st_size
+        if size > most:
+            raise UserError(f"{path} has {size:,} bytes, more than the {most:,} that such a file may have: get it anew")
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text file in UTF-8 (byte {error.start}): give one, or get it anew") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{_cut(path)} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def read_json(path: str | Path) -> dict:
+    """A JSON object from a file."""
+    value = parse_json(read_text(path), str(path))
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should hold a JSON object, not {shown(value)}: restore it or get it anew")
+    return value
+
+
+def parse_json(text: str, where: str) -> Any:
+    try:
+        value = json.loads(text, object_pairs_hook=_unique)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        return value
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{where} holds half a surrogate pair (\\ud800 to \\udfff), which is no text: mend it"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply: restore it or get it anew") from None
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error}): restore it or get it anew") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"key {shown(twice)} stands twice")
+    return found
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """What a YAML text says; `1e-3` is a number (PyYAML alone reads text)."""
+    import yaml
+
+    if len(text) > YAML_BYTES:
+        raise UserError(f"{where} has {len(text):,} characters, more than the {YAML_BYTES:,} that a config may have")
+    depths = itertools.accumulate(1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", text))
+    if max(depths, default=0) > 200:  # PyYAML's time grows with the square of the depth
+        raise UserError(f"{where} is nested too deeply: write it flatter")
+    try:
+        loader = _loader()(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _nodes(node, {}) > YAML_NODES:
+            raise UserError(f"{where} is too large when its aliases (*name) are written out: write less")
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{where}{line}, is not YAML that we read: {error.problem or error.context}") from None
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply, or into itself: write it flatter") from None
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError(f"{where} is not YAML that we read: {_cut(' '.join(str(error).split()))}") from None
+
+
+def _nodes(node: Any, known: dict[int, int]) -> int:
+    """How many nodes a node is when every alias is written out; one that holds itself recurses for ever."""
+    if id(node) not in known:
+        items = node.value if isinstance(node.value, list) else []
+        known[id(node)] = 1 + sum(_nodes(part, known) for item in items for part in _parts(item))
+    return known[id(node)]
+
+
+def _parts(item: Any) -> tuple:
+    return item if isinstance(item, tuple) else (item,)
+
+
+@cache
+def _loader() -> type:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for name, _ in node.value:
+                if not isinstance(name, yaml.ScalarNode):
+                    raise yaml.constructor.ConstructorError(None, None, "a key is not plain text", name.start_mark)
+                if name.tag == "tag:yaml.org,2002:bool":  # YAML reads the key `on` as true
+                    name.tag = "tag:yaml.org,2002:str"
+                if name.value in seen:
+                    problem = f"key {shown(name.value)} stands twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, name.start_mark)
+                seen.add(name.value)
+            return super().construct_mapping(node, deep)
+
+    number = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def _cut(text: object) -> str:
+    return str(text) if len(str(text)) <= 200 else f"{str(text)[:200]}…"
