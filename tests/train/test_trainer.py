@@ -19,6 +19,7 @@ from tokenformer.hub.run_folder import all_steps, newest_whole
 from tokenformer.models import LanguageModel
 from tokenformer.train.checkpoint import read_state
 from tokenformer.train.report import read_rows
+from tokenformer.train.run import with_batch_sizes
 from tokenformer.train.schedule import factor
 from tokenformer.train.trainer import Trainer
 
@@ -261,6 +262,12 @@ def test_resume_with_an_architecture_that_the_config_does_not_lead_to(tiny, tmp_
     path.write_text(path.read_text().replace("layers: 2", "layers: 1"))
     with pytest.raises(UserError, match="holds a model that the config does not lead to"):
         Trainer(tiny("model.layers=1"), tmp_path / "run", resume=True).run()
+
+
+def test_micro_batches_that_a_pipeline_cannot_share_are_refused(tiny):
+    assert with_batch_sizes(tiny(), world=1, pipeline=2).micro_batch == 2
+    with pytest.raises(UserError, match="a step has 1 micro-batches, not a multiple of the 2 ranks of the pipeline"):
+        with_batch_sizes(tiny("micro_batch=4"), world=1, pipeline=2)
 
 
 def test_changes_that_may_be_made_are_said(tiny, tmp_path, capsys):

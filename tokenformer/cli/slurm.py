@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     text = script(job, out, [args.config, *args.settings])
     laid = degrees(config.parallel, nodes * max(1, gpus))
     check(config.model, laid, config.parallel)
-    with_batch_sizes(config, laid.replicate * laid.shard)
+    with_batch_sizes(config, laid.replicate * laid.shard, laid.pipeline)
     if not config.data.path:
         raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
     path = Path(f"{out}.sbatch")

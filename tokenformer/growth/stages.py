@@ -60,15 +60,20 @@ def due(stages: Sequence[GrowthStage], progress: Progress, step: int, units_per_
     stage = stages[len(progress.steps)]
     if "plateau" in stage.at:
         return stage if plateau(progress.losses, stage.at["plateau"], int(stage.at.get("patience", 3))) else None
-    (unit, number), *_ = stage.at.items()
-    return stage if step * (1 if unit == "step" else units_per_step) >= number else None
+    return stage if step >= step_of(stage, units_per_step) else None
 
 
-def check_reached(stages: Sequence[GrowthStage], progress: Progress, steps: int, tokens_per_step: int) -> None:
+def step_of(stage: GrowthStage, units_per_step: int) -> int:
+    """Return the step before which a stage that names a step, or units of its task, grows."""
+    ((unit, number),) = stage.at.items()
+    return math.ceil(number / (1 if unit == "step" else units_per_step))
+
+
+def check_reached(stages: Sequence[GrowthStage], progress: Progress, steps: int, units_per_step: int) -> None:
     """Refuse a growth to come that a run of so many steps never comes to. A plateau may come or not."""
     for number, stage in list(enumerate(stages, 1))[len(progress.steps) :]:
         if "plateau" not in stage.at:
-            step = math.ceil(stage.at.get("step", stage.at.get("tokens", 0) / tokens_per_step))
+            step = step_of(stage, units_per_step)
             need(
                 step < steps,
                 f"growth stage {number} comes after step {step}, but the run has {steps} steps, so it would never "

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from tokenformer.config_data import IGNORED
 from tokenformer.models import LanguageModel, Output
+from tokenformer.models.names import parse
 from tokenformer.ops.rotary import angles
 from tokenformer.parallel.mesh import Place, stages
 
@@ -47,20 +48,18 @@ def layers_of(number: int, layers: int, every: int) -> range:
 
 
 def holders(model: LanguageModel, place: Place) -> dict[str, int]:
-    """The pipeline rank that holds each parameter (of two, the first)."""
-    found = {}
-    every, ranks = stages(place.degrees, place.config), place.degrees.pipeline
-    for number in range(every):
-        for layer in layers_of(number, model.config.layers, every):
-            for name, _ in cast(nn.Module, model.blocks[layer]).named_parameters():
-                found[f"blocks.{layer}.{name}"] = number % ranks
-    for name, _ in model.named_parameters():
-        found.setdefault(name, 0 if name == "embedding.weight" else (every - 1) % ranks)
+    """Return the pipeline rank that holds each parameter (of two, the first)."""
+    every, embedding, found = stages(place.degrees, place.config), set(model.embedding.parameters()), {}
+    stage_of = {layer: number for number in range(every) for layer in layers_of(number, model.config.layers, every)}
+    for name, parameter in model.named_parameters():
+        layer = parse(name, model.ends).layer
+        end = 0 if parameter in embedding else every - 1
+        found[name] = (end if layer is None else stage_of[layer]) % place.degrees.pipeline
     return found
 
 
 def cut(model: LanguageModel, place: Place) -> list[LanguageModel]:
-    """The stages of this rank, from a whole model on the meta device."""
+    """Return the stages of this rank, from a whole model on the meta device."""
     every, found = stages(place.degrees, place.config), []
     for number in range(place.pipeline, every, place.degrees.pipeline):
         part: Any = copy.deepcopy(model)
@@ -76,7 +75,7 @@ def cut(model: LanguageModel, place: Place) -> list[LanguageModel]:
 
 
 class Pipeline:
-    """Runs the stages of this rank together with those of the others."""
+    """Runs the stages of this rank together with those of the other ranks."""
 
     def __init__(self, parts: Sequence[LanguageModel], place: Place, device: torch.device) -> None:
         self.place, self.device, self.scale = place, device, torch.ones((), device=device)

@@ -15,8 +15,10 @@ OWN = set(
 )
 
 
-def with_batch_sizes(config: Config, world: int) -> Config:
-    """The config with `batch` and `micro_batch` as numbers that divide.
+def with_batch_sizes(config: Config, world: int, pipeline: int = 1) -> Config:
+    """Return the config with `batch` and `micro_batch` as numbers that divide.
+
+    `world` ranks have a share of the batch each; the micro-batches of a share go through `pipeline` ranks.
 
     >>> from tokenformer.config import load
     >>> config = with_batch_sizes(load("lm/150m", overrides=["batch=12", "micro_batch=2"]), world=3)
@@ -33,6 +35,11 @@ def with_batch_sizes(config: Config, world: int) -> Config:
         raise UserError(
             f"batch {batch} cannot be cut into micro-batches of {micro} "
             f"on each of {world} ranks: give a multiple of {micro * world}, or another micro_batch"
+        )
+    if (count := batch // (micro * world)) % pipeline:
+        raise UserError(
+            f"a step has {count} micro-batches, not a multiple of the {pipeline} ranks of the pipeline: "
+            "give another micro_batch or batch"
         )
     return dataclasses.replace(config, batch=batch, micro_batch=micro, accumulation=None)
 

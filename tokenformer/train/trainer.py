@@ -106,11 +106,38 @@ class Trainer:
     # build: all that can be refused, nothing written
 
     def build(self) -> None:
+        self.look()
+        self.open_task()
+        c, done = self.config, len(self.grown.steps)
+        dtype, split = COMPUTE[c.train.precision], self.place.degrees.token > 1  # of which there are no kernels yet
+        like = torch.empty(0, dtype=dtype, device=self.device)
+        self.pattention_path = pattention.backend(like, "reference" if split else None)
+        self.compiler = choose_compiler(c.train, self.device)
+        first = first_values(c, self.build_model, self.task.files()) if self.found.path is None else None
+        self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
+        torch.manual_seed(c.seed)
+        if self.compiler != "none":
+            allow_compilations(self.chain[done:])
+        block = functools.partial(wrap, config=c.train, compiler=self.compiler)
+        self.parallelizer = Parallelizer(self.build_model, self.place, self.device, dtype, block)
+        self.layout = self.parallelizer.make(self.chain[done], first)
+        self.model, self.cost = self.layout.model, self.layout.model.cost()
+        shares = self.after_growth(done) if done else {}
+        self.optimizer = Optimizer(self.layout, c.optimizer, shares)
+        self.guard, self.spikes = Guard(c.train, self.device), Spikes(c.train.spike)
+        self.totals = Totals(self.task.unit)
+        parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
+        self.parts = {**parts, "growth": self.grown}
+        self.checkpoints = Checkpoints(self.folder, c.checkpoint, self.place)
+        self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
+
+    def look(self) -> None:
+        """What stands in the folder, and which models the run passes through."""
         self.place = Place(self.config.parallel)
         before = earlier(self.folder, self.resuming)
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
-        self.config = with_batch_sizes(self.config, self.place.data_world)
+        self.config = with_batch_sizes(self.config, self.place.data_world, self.place.degrees.pipeline)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen, self.found = all_steps(self.folder), Found(None, [], [])
         self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
@@ -129,44 +156,17 @@ class Trainer:
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
         loggers.check(self.config)
+
+    def open_task(self) -> None:
+        """Open the data; what they warn of is said when the run begins."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
-        check_reached(self.config.growth, self.grown, self.config.steps, self.task.units_per_step)
-        self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})  # what data wants to say
+        self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})
         for name in {name for stage in self.config.growth for name in stage.at} - {"step", "plateau", "patience"}:
             if name != self.task.unit:
                 raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
-        ranks, micro = self.place.degrees.pipeline, self.task.loader.micro_batches
-        if micro % ranks:
-            raise UserError(
-                f"a step has {micro} micro-batches, not a multiple of the {ranks} ranks of the pipeline: "
-                "give another micro_batch or batch"
-            )
-        split = self.place.degrees.token > 1  # of which there are no kernels yet
-        like = torch.empty(0, dtype=COMPUTE[self.config.train.precision], device=self.device)
-        self.pattention_path = pattention.backend(like, "reference" if split else None)
-        self.compiler = choose_compiler(self.config.train, self.device)
-        first = first_values(self.config, self.build_model, self.task.files()) if self.found.path is None else None
-        self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
-        torch.manual_seed(self.config.seed)
-        done = len(self.grown.steps)
-        if self.compiler != "none":
-            allow_compilations(self.chain[done:])
-        block = functools.partial(wrap, config=self.config.train, compiler=self.compiler)
-        dtype = COMPUTE[self.config.train.precision]
-        self.parallelizer = Parallelizer(self.build_model, self.place, self.device, dtype, block)
-        self.layout = self.parallelizer.make(self.chain[done], first)
-        self.model, self.cost = self.layout.model, self.layout.model.cost()
-        shares = self.after_growth(done) if done else {}
-        self.optimizer = Optimizer(self.layout, self.config.optimizer, shares)
-        self.guard = Guard(self.config.train, self.device)
-        self.spikes = Spikes(self.config.train.spike)
-        self.totals = Totals(self.task.unit)
-        parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
-        self.parts = {**parts, "growth": self.grown}
-        self.checkpoints = Checkpoints(self.folder, self.config.checkpoint, self.place)
-        self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
+        check_reached(self.config.growth, self.grown, self.config.steps, self.task.units_per_step)
 
     def after_growth(self, done: int) -> dict[str, float]:
         """Freeze what the growth before this start froze; the share of the rate of what learns more slowly."""
