@@ -213,7 +213,7 @@ class Totals:
         return {self.unit: self.units, "flops": self.flops, "hours": self.hours}
 
     def load_state_dict(self, state: dict) -> None:
-        self.units, self.flops, self.hours = state[self.unit], state["flops"], state["hours"]
+        self.units, self.flops, self.hours = int(state[self.unit]), float(state["flops"]), float(state["hours"])
 
 
 class Clock:
