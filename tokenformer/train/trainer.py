@@ -113,7 +113,7 @@ class Trainer:
         like = torch.empty(0, dtype=dtype, device=self.device)
         self.pattention_path = pattention.backend(like, "reference" if split else None)
         self.compiler = choose_compiler(c.train, self.device)
-        first = first_values(c, self.build_model) if self.found.path is None else None
+        first = first_values(c, self.build_model, self.task.files()) if self.found.path is None else None
         self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
         torch.manual_seed(c.seed)
         if self.compiler != "none":
