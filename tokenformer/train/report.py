@@ -279,7 +279,7 @@ def read_rows(run: str | Path) -> list[dict]:
     for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
             rows.append(row)
