@@ -42,7 +42,7 @@ def _train(args: argparse.Namespace) -> None:
     files.check_writable(args.out)
     if args.vocab < 257:
         raise UserError(f"--vocab {args.vocab} cannot hold all bytes and the end of a document: give 257 or more")
-    sources = find_inputs(args.inputs)
+    inputs = find_inputs(args.inputs)
     reading = Reading(format=args.format, field=args.field, on_error=args.on_error)
     cuts = load_tokenizer("gpt-neox-20b").cuts
     done = 0
@@ -54,8 +54,8 @@ def _train(args: argparse.Namespace) -> None:
 
     with contextlib.ExitStack() as stack:
         beside = stack.enter_context(files.atomic_file(args.out))
-        show = stack.enter_context(meter("training a tokenizer", sum(s.bytes for s in sources) or None))
-        units = (unit.text for source in sources for unit in read_units(source, reading, cuts, seen))
+        show = stack.enter_context(meter("training a tokenizer", sum(s.bytes for s in inputs) or None))
+        units = (unit.text for one in inputs for unit in read_units(one, reading, cuts, seen))
         tokenizer = train_tokenizer(units, args.vocab)
         if tokenizer.vocab_size < args.vocab:
             raise UserError(

@@ -163,13 +163,13 @@ def stats(source: Indexed, shares: Sequence[float], context: int) -> list[tuple[
         ("type", str(source.dtype)),
     ]
     if len(lengths):
-        rows.append(("tokens a document: mean", f"{lengths.mean():,.1f}"))
+        rows.append(("tokens per document: mean", f"{lengths.mean():,.1f}"))
         low, median, high = np.percentile(lengths, [0, 50, 100])
         rows.append(("smallest, median, largest", f"{low:,.0f}, {median:,.0f}, {high:,.0f}"))
     if "tokenizer" in about:
         rows.append(("tokenizer", f"{about['tokenizer']['name']} ({about['tokenizer']['vocab_size']:,} ids)"))
     if about.get("text_bytes"):
-        rows.append(("bytes of text a token", f"{about['text_bytes'] / max(1, len(source.tokens)):.2f}"))
+        rows.append(("bytes of text per token", f"{about['text_bytes'] / max(1, len(source.tokens)):.2f}"))
     for name in ("special_tokens_in_text", "empty_documents", "skipped_documents"):
         if about.get(name):
             rows.append((name.replace("_", " "), f"{about[name]:,}"))
