@@ -167,7 +167,25 @@ def read_optimizer(checkpoint: Path, layout: Layout) -> State:
 
 
 def read_state(checkpoint: Path) -> dict:
-    return read_json(checkpoint / "state.json")
+    """Read what a run keeps beside its tensors."""
+    state = read_json(checkpoint / "state.json")
+    with expected_form(checkpoint):
+        if type(state["step"]) is not int or state["step"] < 0:
+            raise ValueError(f"step is {state['step']!r:.40}")
+    return state
+
+
+@contextlib.contextmanager
+def expected_form(checkpoint: Path) -> Iterator[None]:
+    """Refuse in a sentence a state that is not of the form that a run writes."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"{checkpoint / 'state.json'} is not of the form that a run writes ({why}): move {checkpoint} away to use "
+            "the checkpoint before it"
+        ) from None
 
 
 def rng_state() -> dict[str, list[int]]:

@@ -13,8 +13,9 @@ from tokenformer.data.text import indexed
 from tokenformer.data.text.indexed import Indexed
 from tokenformer.data.text.journal import disk
 from tokenformer.data.text.parts import PARTS, part_edges
-from tokenformer.data.text.tokenizer import FileTokenizer, Tokenizer, fingerprint, load_tokenizer
+from tokenformer.data.text.tokenizer import FileTokenizer, Tokenizer, fingerprint, load_tokenizer, same_tokenizer
 from tokenformer.errors import UserError
+from tokenformer.parsing import read_text
 
 _COUNTS = ("documents", "tokens", "text_bytes", "special_tokens_in_text", "empty_documents", "skipped_documents")
 _BLOCK = 1 << 24  # tokens copied or checked at a time
@@ -181,6 +182,16 @@ def stats(source: Indexed, shares: Sequence[float], context: int) -> list[tuple[
     return [*rows, ("parts", note)] if note else rows
 
 
+def check_set_tokenizer(source: Indexed, tokenizer: Tokenizer, whose: str) -> None:
+    """Refuse ids that another tokenizer made: they are numbers without meaning to the model."""
+    about = (source.description or {}).get("tokenizer")
+    if about and about["sha256"] != fingerprint(tokenizer) and not same_tokenizer(set_tokenizer(source), tokenizer):
+        raise UserError(
+            f"{source.prefix} was prepared with the tokenizer {about['name']}, which is not that of {whose}: "
+            "prepare the text with the model's own (prepare --tokenizer FOLDER), or give the set that belongs to it"
+        )
+
+
 def set_tokenizer(source: Indexed) -> Tokenizer:
     """The tokenizer that the description of a set names; a copy of any but the built-in ones stands beside the set."""
     if not source.description or "tokenizer" not in source.description:
@@ -188,7 +199,7 @@ def set_tokenizer(source: Indexed) -> Tokenizer:
     about = source.description["tokenizer"]
     copy = indexed.description_path(source.prefix).with_suffix(".tokenizer.json")
     if copy.exists():
-        found: Tokenizer = FileTokenizer(copy.read_text(encoding="utf-8"), about["name"], about["end_of_document"])
+        found: Tokenizer = FileTokenizer(read_text(copy), about["name"], about["end_of_document"])
     else:
         found = load_tokenizer(about["name"])
     if fingerprint(found) != about["sha256"]:
