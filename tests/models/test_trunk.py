@@ -114,3 +114,28 @@ def test_the_engine_generates_as_a_call_without_switches_does():
     assert split(torch.tensor([[1]]), switches={"text": torch.ones(1)}).logits.shape == (1, 1, 32)
     with pytest.raises(UserError, match="no segment without a switch"):
         Engine(split)
+
+
+def test_growth_keeps_switches_and_what_would_lose_them_is_refused():
+    import tokenformer
+
+    weights, ids = {"image": torch.tensor([0.5])}, torch.tensor([[1, 2, 3]])
+    model = models.build(CONFIG, seed=2)
+    grown = tokenformer.grow(model, ffn_tokens=24, layers=3)
+    assert grown.config.switches("ffn", 2) == ["", "image", ""] and grown.config.switches("qkv", 0) == [""]
+    torch.testing.assert_close(grown(ids, switches=weights).logits, model(ids, switches=weights).logits)
+    smaller = tokenformer.shrink(model, ids, ratio=0.5)
+    assert smaller.config.switch == CONFIG.switch
+    with pytest.raises(UserError, match=r"segments of ffn have switches .* not clear what becomes of them"):
+        tokenformer.growth.merge.merge_segments(model, ids)
+    with pytest.raises(UserError, match="not clear what becomes of them"):
+        tokenformer.slice(model, segments=1)
+
+
+def test_folders_keep_switches(tmp_path):
+    import tokenformer
+
+    model = models.build(CONFIG, seed=2)
+    for form in ("ours", "hf"):
+        tokenformer.save(model, tmp_path / form, format=form)
+        assert tokenformer.load(tmp_path / form).config == model.config
