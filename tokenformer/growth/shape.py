@@ -5,13 +5,12 @@ Unusual: growth and shrinking change the table alone; which layers need an overr
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenformer.config import PROJECTIONS, LayerOverride, ModelConfig
 from tokenformer.strict import need
 
-Segments = list[tuple[int, float]]  # (parameter tokens, τ) of each segment
+Segments = list[tuple[int, float, str]]  # (parameter tokens, τ, switch) of each segment
 Table = dict[str, list[Segments]]  # qkv, proj, ffn → the segments of each layer
 
 
@@ -20,58 +19,44 @@ def table(config: ModelConfig) -> Table:
 
     >>> tiny = ModelConfig(layers=2, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=[4, 16])
     >>> table(tiny)["ffn"]
-    [[(4, 2.0), (16, 4.0)], [(4, 2.0), (16, 4.0)]]
+    [[(4, 2.0, ''), (16, 4.0, '')], [(4, 2.0, ''), (16, 4.0, '')]]
     """
     if config.kind != "tokenformer":
         return {}
-    return {which: [config.segments(which, layer) for layer in range(config.layers)] for which in PROJECTIONS}
+
+    def segments(which: str, layer: int) -> Segments:
+        pairs = zip(config.segments(which, layer), config.switches(which, layer), strict=True)
+        return [(n, tau, switch) for (n, tau), switch in pairs]
+
+    return {which: [segments(which, layer) for layer in range(config.layers)] for which in PROJECTIONS}
 
 
 def with_table(config: ModelConfig, segments: Table) -> ModelConfig:
     """The config of a model with these segments: what most layers have stands for all, the others are overrides.
 
     >>> tiny = ModelConfig(layers=2, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=4)
-    >>> with_table(tiny, {**table(tiny), "ffn": [[(4, 2.0)], [(4, 2.0), (9, 3.0)]]}).segments("ffn", 1)
+    >>> with_table(tiny, {**table(tiny), "ffn": [[(4, 2.0, "")], [(4, 2.0, ""), (9, 3.0, "")]]}).segments("ffn", 1)
     [(4, 2.0), (9, 3.0)]
     """
     if config.kind != "tokenformer":
         return config
     layers = len(segments[PROJECTIONS[0]])
-    said = {w: [tuple(s) for s in _with_switches(config, w, segments[w])] for w in PROJECTIONS}
-    most = {w: Counter(said[w]).most_common(1)[0][0] for w in PROJECTIONS}
+    most = {w: list(Counter(map(tuple, segments[w])).most_common(1)[0][0]) for w in PROJECTIONS}
     overrides: dict[int, LayerOverride] = {}
     for layer in range(layers):
-        own = {w: said[w][layer] for w in PROJECTIONS if said[w][layer] != most[w]}
+        own = {w: segments[w][layer] for w in PROJECTIONS if segments[w][layer] != most[w]}
         if own:
             overrides[layer] = LayerOverride(**_keys(own))
     return dataclasses.replace(config, layers=layers, layer_overrides=overrides, **_keys(most)).resolved()
 
 
-def _with_switches(config: ModelConfig, which: str, layers: list[Segments]) -> list[list[tuple[int, float, str]]]:
-    """Segments keep their switches, and new ones have none; refused where it is not clear which segment is which."""
-    names = [config.switches(which, layer) for layer in range(config.layers)]
-    if len(layers) != config.layers and all(of_layer == names[0] for of_layer in names):
-        names = [names[0]] * len(layers)
-    clear = len(names) == len(layers) and all(len(n) <= len(s) for n, s in zip(names, layers, strict=True))
-    need(
-        clear or not any(map(any, names)),
-        f"the segments of {which} have switches (model.switch), and it is not clear what becomes of them: "
-        "keep every segment, or take the switches away first",
-    )
-    if not clear:
-        names = [[] for _ in layers]
-    return [
-        [(n, tau, own[i] if i < len(own) else "") for i, (n, tau) in enumerate(s)]
-        for s, own in zip(layers, names, strict=True)
-    ]
-
-
-def _keys(projections: Mapping[str, Sequence[tuple[int, float, str]]]) -> dict[str, Any]:
-    """The config's keys that say this: `ffn_tokens: 64` for one segment, a list for several, every τ and switch."""
+def _keys(projections: dict[str, Segments]) -> dict[str, Any]:
+    """The config's keys that say this: `ffn_tokens: 64` for one segment, a list for several, every τ, and switches."""
     counts = {w: [n for n, _, _ in s] for w, s in projections.items()}
+    switches = {w: [switch for _, _, switch in s] for w, s in projections.items()}
     tokens = {f"{w}_tokens": n if len(n) > 1 else n[0] for w, n in counts.items()}
-    switch = {w: [name for _, _, name in s] for w, s in projections.items() if any(name for _, _, name in s)}
-    return {**tokens, "tau": {w: [t for _, t, _ in s] for w, s in projections.items()}, "switch": switch}
+    scales = {w: [tau for _, tau, _ in s] for w, s in projections.items()}
+    return {**tokens, "tau": scales, "switch": {w: names for w, names in switches.items() if any(names)}}
 
 
 def trunk_of(config: ModelConfig, on: str) -> ModelConfig:
@@ -84,7 +69,7 @@ def trunk_of(config: ModelConfig, on: str) -> ModelConfig:
 
 
 def total(segments: Segments) -> int:
-    return sum(n for n, _ in segments)
+    return sum(n for n, _, _ in segments)
 
 
 def sizes(config: ModelConfig) -> dict:
