@@ -338,7 +338,7 @@ def test_weights_given_to_train_are_begun_with(config_file, tmp_path, capsys):  
     assert all(torch.equal(p, q) for p, q in zip(began.parameters(), before.parameters(), strict=True))
     assert main(["train", str(run), "steps=1", "--out", str(tmp_path / "run2")]) == 0  # its growth is behind it
     assert tokenformer.load(tmp_path / "run2").config == trained.config
-    assert main(["train", str(run), "start=null", "steps=1", "--out", str(tmp_path / "run3")]) == 0
+    assert main(["train", str(run), "start=null", "growth=[]", "steps=1", "--out", str(tmp_path / "run3")]) == 0
     assert tokenformer.load(tmp_path / "run3").config != trained.config  # the first model of the plan
     assert main(["train", str(run), "--resume", "steps=5"]) == 0 and main(["train", str(on), "--resume"]) == 0
     again = ["train", str(grown), *more, "--out", str(on), "--resume"]  # as a job script says it each time
