@@ -167,7 +167,22 @@ def read_optimizer(checkpoint: Path, layout: Layout) -> State:
 
 
 def read_state(checkpoint: Path) -> dict:
-    return read_json(checkpoint / "state.json")
+    state = read_json(checkpoint / "state.json")
+    if type(state.get("step")) is not int or checkpoint.name not in (f"step-{state['step']:08d}", "model"):
+        raise UserError(f"{checkpoint / 'state.json'} is not of this step: use another checkpoint")
+    return state
+
+
+@contextlib.contextmanager
+def state_in_words(checkpoint: Path) -> Iterator[None]:
+    """Say in a sentence that a state is not as we write it: what its parts raise at other values has no bound."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {str(error)[:100]}"
+        raise UserError(
+            f"{checkpoint / 'state.json'} is not as we write it ({what}): use another checkpoint"
+        ) from error
 
 
 def rng_state() -> dict[str, list[int]]:
