@@ -84,6 +84,11 @@ def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
             "leave them out, and use parallel.shard or parallel.replicate",
         )
         return
+    need(
+        not model.switch_names() or d.pipeline * d.token == 1,
+        "the model has switches (model.switch), which neither parallel.pipeline nor parallel.token knows: "
+        "use parallel.shard or parallel.replicate",
+    )
     interleaved = " (two per rank when interleaved)" if stages(d, config) > d.pipeline else ""
     need(
         stages(d, config) <= model.layers,

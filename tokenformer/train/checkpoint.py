@@ -167,22 +167,25 @@ def read_optimizer(checkpoint: Path, layout: Layout) -> State:
 
 
 def read_state(checkpoint: Path) -> dict:
+    """Read what a run keeps beside its tensors."""
     state = read_json(checkpoint / "state.json")
-    if type(state.get("step")) is not int or checkpoint.name not in (f"step-{state['step']:08d}", "model"):
-        raise UserError(f"{checkpoint / 'state.json'} is not of this step: use another checkpoint")
+    with expected_form(checkpoint):
+        if type(state["step"]) is not int or checkpoint.name != f"step-{state['step']:08d}":
+            raise ValueError(f"step is {state['step']!r:.40}")
     return state
 
 
 @contextlib.contextmanager
-def state_in_words(checkpoint: Path) -> Iterator[None]:
-    """Say in a sentence that a state is not as we write it: what its parts raise at other values has no bound."""
+def expected_form(checkpoint: Path) -> Iterator[None]:
+    """Refuse in a sentence a state that is not of the form that a run writes."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, ArithmeticError) as error:
-        what = f"{type(error).__name__}: {str(error)[:100]}"
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
-            f"{checkpoint / 'state.json'} is not as we write it ({what}): use another checkpoint"
-        ) from error
+            f"{checkpoint / 'state.json'} is not of the form that a run writes ({why}): move {checkpoint} away to use "
+            "the checkpoint before it"
+        ) from None
 
 
 def rng_state() -> dict[str, list[int]]:

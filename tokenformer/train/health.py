@@ -85,4 +85,4 @@ class Spikes:
         return {"seen": self.seen, "mean": self.mean, "variance": self.variance}
 
     def load_state_dict(self, state: dict) -> None:
-        self.seen, self.mean, self.variance = state["seen"], state["mean"], state["variance"]
+        self.seen, self.mean, self.variance = int(state["seen"]), float(state["mean"]), float(state["variance"])

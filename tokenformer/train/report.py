@@ -213,7 +213,7 @@ class Totals:
         return {self.unit: self.units, "flops": self.flops, "hours": self.hours}
 
     def load_state_dict(self, state: dict) -> None:
-        self.units, self.flops, self.hours = state[self.unit], state["flops"], state["hours"]
+        self.units, self.flops, self.hours = int(state[self.unit]), float(state["flops"]), float(state["hours"])
 
 
 class Clock:
@@ -279,7 +279,7 @@ def read_rows(run: str | Path) -> list[dict]:
     for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
             rows.append(row)

@@ -146,7 +146,7 @@ class Trainer:
             self.place.start(self.device)
             self.found = self.place.first_does(lambda: find_newest(self.folder))
         if self.found.path is not None:
-            with checkpoint.state_in_words(self.found.path):
+            with checkpoint.expected_form(self.found.path):
                 self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
             done = len(self.grown.steps)
             if done >= len(self.chain) or read_config(self.found.path / "model") != self.chain[done]:
@@ -187,7 +187,7 @@ class Trainer:
             checkpoint.read_model(found, self.layout)
             self.model.history = read_history(found / "model")
             self.optimizer.load_state_by_name(checkpoint.read_optimizer(found, self.layout))
-            with checkpoint.state_in_words(found):
+            with checkpoint.expected_form(found):
                 for name, part in self.parts.items():
                     part.load_state_dict(state[name])
                 checkpoint.restore_rng(state["rng"])
