@@ -61,6 +61,16 @@ class Dying(Match):
         return super().loss(model, batch)
 
 
+class ByFeatures(Match):
+    """The same loss, through another method of the model than `forward`."""
+
+    def loss(self, model, batch):
+        def score(pixels, words):
+            return model.scale * torch.mul(*model.features(pixels, words)).sum(-1)
+
+        return super().loss(score, batch)
+
+
 def child(how: str, *arguments: object, **environment: str) -> subprocess.Popen:
     code = f"import sys; from tests.train.test_another_model import *; {how}"
     command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -113,13 +123,13 @@ def test_one_trunk_grows_and_the_loss_does_not_jump(file, tmp_path):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_over_two_ranks_it_is_the_same_run(file, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "task"), [("adamw", "Match"), ("muon", "ByFeatures")])
+def test_over_two_ranks_it_is_the_same_run(file, tmp_path, kind, task):
     settings = [f"optimizer.kind={kind}", GROWS, "train.clip=0.05"]  # always clipped: every rank must know the norm
     with default_dtype("float64"):
         train(file, tmp_path / "one", *settings)
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    how = "torch.set_default_dtype(torch.float64); train(*sys.argv[1:])"
+    how = f"torch.set_default_dtype(torch.float64); train(*sys.argv[1:], task={task})"
     arguments = (file, tmp_path / "two", *settings, "parallel.shard=2")
     both = [child(how, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **ranks) for rank in range(2)]
     assert [process.wait() for process in both] == [0, 0]
