@@ -1,4 +1,4 @@
-"""The loader alone: tokens a second at context 2048, against torch's DataLoader with processes on the same samples.
+"""The loader alone: tokens per second at context 2048, against torch's DataLoader with processes on the same samples.
 
   python benchmarks/loader.py [--tokens 200e6] [--seconds 4]
 
@@ -36,7 +36,7 @@ def make_set(prefix: Path, tokens: int) -> None:
 
 
 def rate(batches: Iterable, seconds: float) -> float:
-    """M tokens a second, from the third batch on."""
+    """M tokens per second, from the third batch on."""
     stream = iter(batches)
     for _ in range(2):
         next(stream)

@@ -29,7 +29,8 @@ from tokenformer.strict import to_dict as to_dict
 from tokenformer.strict import to_yaml as to_yaml
 
 Tokens = int | list[int]
-WIDE, LONG = 2**20, 2**30  # the largest width, and the largest number of rows, that a model may have
+WIDE = 2**20  # the largest width that a model may have
+LONG = 2**30  # and the largest number of rows
 PROJECTIONS = ("qkv", "proj", "ffn")
 PROJECTION_OF = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}  # of a block's layers
 
@@ -42,6 +43,7 @@ class LayerOverride:
     proj_tokens: Tokens | None = key("as in the model", None, most=LONG)
     ffn_tokens: Tokens | None = key("as in the model", None, most=LONG)
     tau: dict[str, list[float]] = key("as in the model", make=dict)
+    switch: dict[str, list[str]] = key("as in the model", make=dict)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class ModelConfig:
     tau: dict[str, list[float]] = key(
         "the scale inside Θ, e.g. {ffn: [48.0]}: one number a segment; absent = √n", make=dict
     )
+    switch: dict[str, list[str]] = key(
+        'segments that count only in calls that give their switch, e.g. {ffn: ["", image]}: one name per segment, '
+        '"" = always; absent = always',
+        make=dict,
+    )
     layer_overrides: dict[int, LayerOverride] = key("layer number → where that layer differs", make=dict)
     ffn_dim: int | None = key("hidden width of the MLP (transformer, llama); absent = 4·dim", None, most=LONG)
     kv_heads: int | None = key("key/value heads (llama); absent = heads", None, most=LONG)
@@ -84,7 +91,17 @@ class ModelConfig:
     def __post_init__(self) -> None:
         bounded(type(self), vars(self), "model")
         if self.trunks:
-            for name in ("layers", "dim", "heads", "qkv_tokens", "proj_tokens", "ffn_tokens", "tau", "layer_overrides"):
+            for name in (
+                "layers",
+                "dim",
+                "heads",
+                "qkv_tokens",
+                "proj_tokens",
+                "ffn_tokens",
+                "tau",
+                "switch",
+                "layer_overrides",
+            ):
                 need(not getattr(self, name), f"model.{name} belongs to each of model.trunks: move it there")
             return
         for name in ("layers", "dim", "heads", "context", "vocab"):
@@ -109,9 +126,9 @@ class ModelConfig:
                     f"model.layer_overrides names layer {layer}, but layers go from 0 to {self.layers - 1}",
                 )
                 for which in PROJECTIONS:
-                    self.segments(which, layer)
+                    self.switches(which, layer)
             return
-        for name in ("qkv_tokens", "proj_tokens", "ffn_tokens", "tau", "layer_overrides"):
+        for name in ("qkv_tokens", "proj_tokens", "ffn_tokens", "tau", "switch", "layer_overrides"):
             need(not getattr(self, name), f"model.{name} has no meaning for kind {self.kind}: remove it")
         need(self.ffn_dim is None or self.ffn_dim > 0, f"model.ffn_dim is {self.ffn_dim}: give a number above 0")
         need(self.kv_heads is None or self.kind == "llama", "model.kv_heads belongs to kind llama: remove it")
@@ -161,6 +178,31 @@ class ModelConfig:
         )
         need(all(0 < t < math.inf for t in scales), f"tau.{which} is {scales}: every τ is a finite number above 0")
         return list(zip(sizes, scales, strict=True))
+
+    def switches(self, which: str, layer: int | None = None) -> list[str]:
+        """The switch of each segment of a projection in a layer; "" = it always counts.
+
+        >>> keys = {"qkv_tokens": 9, "proj_tokens": 4, "ffn_tokens": [4, 16], "switch": {"ffn": ["", "image"]}}
+        >>> ModelConfig(layers=1, dim=32, heads=2, **keys).switches("ffn")
+        ['', 'image']
+        """
+        names, sizes = self.switch, self.segments(which, layer)
+        override = self.layer_overrides.get(layer) if layer is not None else None
+        if override is not None:  # other tokens: the model's switches are not theirs
+            names = {**(names if getattr(override, f"{which}_tokens") is None else {}), **override.switch}
+        for name in names:
+            need(name in PROJECTIONS, f"switch names '{name}': its keys are qkv, proj and ffn")
+        found = names.get(which) or [""] * len(sizes)
+        need(
+            len(found) == len(sizes),
+            f"switch.{which} has {len(found)} names for {len(sizes)} segments: give one per segment, '' for none",
+        )
+        return found
+
+    def switch_names(self) -> set[str]:
+        """All switches of the model."""
+        every = [self.switch, *(override.switch for override in self.layer_overrides.values())]
+        return {name for switch in every for names in switch.values() for name in names if name}
 
     def trunk(self, prefix: str) -> "ModelConfig":
         """The config of one trunk, by the prefix of its parameters: "" (a model that is one trunk), "image."."""

@@ -73,10 +73,15 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
             os.unlink(beside)
 
 
-def check_writable(path: str | Path) -> None:
-    """Refuse, before the work for it, a file that `atomic_file` could not write. Nothing stays behind."""
+def check_writable(path: str | Path, force: bool = True) -> None:
+    """Refuse, before the work for it, a file that `atomic_file` could not write, or (without `force`) would replace.
+
+    Nothing stays behind.
+    """
     path = Path(path)
     try:
+        if path.is_file() and not force:
+            raise UserError(f"{path} is there already: give another name, or --force to replace it")
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is {'a folder' if path.is_dir() else 'no plain file'}: give the name of a file")
         folder = next(parent for parent in path.absolute().parents if parent.exists())  # the others will be made
@@ -92,10 +97,13 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Fill the yielded folder; it takes its name, with a manifest, when the block ends well."""
+def atomic_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
+    """Fill the yielded folder; it takes its name, with a manifest, when the block ends well.
+
+    With `force` it replaces one that we wrote.
+    """
     path = Path(path)
-    refuse_existing(path)
+    refuse_existing(path, force)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -107,9 +115,14 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         os.umask(umask)
         os.chmod(beside, 0o777 & ~umask)
         write_manifest(beside)
-        with contextlib.suppress(FileNotFoundError):
-            path.rmdir()  # an empty folder may stand where ours goes
-        os.rename(beside, path)
+        if force and is_file(path / MANIFEST):
+            with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
+                os.rename(path, Path(aside) / "old")
+                os.rename(beside, path)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                path.rmdir()  # an empty folder may stand where ours goes
+            os.rename(beside, path)
         sync(path.parent)
     except Exception as error:
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":  # the library's own, at a full disk
@@ -119,11 +132,16 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def refuse_existing(path: str | Path) -> None:
-    """Nothing is overwritten by accident."""
+def refuse_existing(path: str | Path, force: bool = False) -> None:
+    """Nothing is overwritten by accident, and only what we wrote by `force`."""
     path = Path(path)
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UserError(f"{path} is there already: give another name, or move it away first")
+    try:
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())) or (force and is_file(path / MANIFEST)):
+            return
+    except (OSError, ValueError) as error:
+        raise UserError(f"{shown(str(path))} cannot be made ({error.__class__.__name__}): give another name") from None
+    hint = "which we did not write, so move it away first" if force else "give another name, or move it away first"
+    raise UserError(f"{path} is there already{', ' if force else ': '}{hint}")
 
 
 def write_manifest(folder: Path) -> None:

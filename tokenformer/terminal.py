@@ -44,7 +44,7 @@ def _numeric(text: str) -> bool:
 
 @contextlib.contextmanager
 def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal, a line every ten seconds in a log; `advance(amount)` moves it. Writes to standard error.
+    """Show progress on standard error: a bar on a terminal, a line per 10 s in a log. `advance(amount)` moves it.
 
     >>> with progress("counting", 3) as advance:
     ...     for _ in range(3):
@@ -76,7 +76,7 @@ def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callab
 
 @contextlib.contextmanager
 def meter(title: str, total: float | None) -> Iterator[Callable[[float, str], None]]:
-    """Progress that also says a note (rates, counts): `show(done, note)`. A bar, or a line after 2 s and every 10 s.
+    """Show progress with a note (rates, counts) by `show(done, note)`: a bar, or a line after 2 s and every 10 s.
 
     >>> with meter("reading", 100) as show:
     ...     show(50, "3 MB/s")

@@ -165,7 +165,7 @@ def test_results_say_how_they_were_measured_and_few_rows_are_marked(place, tmp_p
     assert set(found["tasks"]) == {"piqa", "lambada_openai"}
     assert found["tasks"]["lambada_openai"]["perplexity_stderr"] > 0
     assert "ours (first 2 rows)" in capsys.readouterr().out
-    assert main([*command, "--limit", "99"]) == 0
+    assert main([*command, "--limit", "99", "--force"]) == 0
     assert "rows)" not in capsys.readouterr().out
 
 

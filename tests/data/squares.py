@@ -30,7 +30,7 @@ class Squares:
             raise IndexError("seven")
         if self.identity["data"] == "dying" and 7 in indices:
             os.kill(os.getpid(), 9)
-        print("a library that prints")  # must not get among the answers
+        print(end=" ", flush=True)  # what a library prints must not get among the answers
         out["index"][:] = indices
         out["process"][:] = os.getpid()
         out["picture"][:] = (indices + 1000 * epochs)[:, None, None] ** 2 + np.arange(12).reshape(3, 4)

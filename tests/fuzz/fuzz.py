@@ -85,7 +85,7 @@ class Fuzzer:
         files = material.harmed_files(folder, scenario, chance)
         done, vouched = [], scenario.vouched
         for file in files[: 2 if chance.random() < 0.15 else 1]:
-            with contextlib.suppress(FileNotFoundError):  # the first harm took it away
+            if file.is_file() and not file.is_symlink():  # the first harm may have taken it away
                 done.append(f"{file.relative_to(folder)}: {harm.apply(file, folder, chance)}")
             if chance.random() < 0.6 and harm.sign(file, folder):
                 done.append("signed")
@@ -158,7 +158,10 @@ def judge(ended: sandbox.Ended, folder: Path) -> tuple[str, str]:
 
 def _work(fuzzer: Fuzzer, seed: int, numbers: list[int], out) -> None:
     for number in numbers:
-        out.put(fuzzer.case(seed, number))
+        try:
+            out.put(fuzzer.case(seed, number))
+        except Exception as error:
+            out.put(Verdict(number, "", "", "the fuzzer's own fault", repr(error), 0.0))
     out.put(None)
 
 

@@ -68,17 +68,19 @@ def sign(file: Path, root: Path) -> bool:
         if folder == root.parent:
             break
         for manifest in folder.glob("*.json"):
+            if manifest == file or manifest.is_symlink() or not manifest.is_file():
+                continue
             try:
                 raw = json.loads(manifest.read_text(encoding="utf-8"))
                 entries = raw["files"]
                 name = str(file.relative_to(folder))
-                if manifest != file and isinstance(entries[name], dict):
+                if isinstance(entries[name], dict):
                     if file.is_file() and not file.is_symlink():
                         data = file.read_bytes()
                         entries[name] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
                     manifest.write_text(json.dumps(raw))
                     signed = True
-            except (ValueError, OSError, LookupError, TypeError):
+            except (ValueError, OSError, LookupError, TypeError, RecursionError):
                 continue
     return signed
 

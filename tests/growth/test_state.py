@@ -7,7 +7,7 @@ import torch
 from growing import config, planned
 
 from tokenformer.config_train import OptimizerConfig
-from tokenformer.growth import Growth, apply, follow, plan
+from tokenformer.growth import apply, follow
 from tokenformer.growth.state import grow_state, warning
 from tokenformer.models import build
 from tokenformer.parallel.layout import Layout
@@ -106,7 +106,7 @@ def test_state_follows_its_block_when_blocks_are_put_between(trained):
 
 def test_appended_rows_warn_above_beta2_of_098():
     shape = config()
-    assert warning(plan(shape, [], Growth(ffn_tokens=60)), 0.999) is None
-    appended = plan(shape, [], Growth(ffn_tokens=60, new_tokens="zero_value"))
+    assert warning(planned(build(shape), ffn_tokens=60).recipes, 0.999) is None
+    appended = planned(build(shape), ffn_tokens=60, new_tokens="zero_value").recipes
     assert warning(appended, 0.95) is None
     assert "0.999" in (warning(appended, 0.999) or "")

@@ -126,10 +126,10 @@ def test_plain_calls_are_bit_equal_to_native(both):
 
 def test_the_flash_path_is_kept_without_padding(one, monkeypatch):
     """No mask reaches attention where none is needed, and one does where it is."""
-    import tokenformer.models.layers as layers
+    import tokenformer.models.trunk as trunk
 
-    masks, attention = [], layers.attention
-    monkeypatch.setattr(layers, "attention", lambda *a, mask, **k: masks.append(mask) or attention(*a, mask=mask, **k))
+    masks, attention = [], trunk.attention
+    monkeypatch.setattr(trunk, "attention", lambda *a, mask, **k: masks.append(mask) or attention(*a, mask=mask, **k))
     ones = torch.ones_like(IDS)
     one[1](IDS)
     one[1](IDS, attention_mask=ones)
@@ -140,6 +140,21 @@ def test_the_flash_path_is_kept_without_padding(one, monkeypatch):
     masks.clear()
     one[1](IDS, past_key_values=StaticCache(config=one[1].config, max_cache_len=16))
     assert masks[0].shape[-2:] == (10, 16)
+
+
+def test_embeddings_may_be_given_instead_of_ids(both):
+    native, model = both
+    embeddings = model.get_input_embeddings()(IDS)
+    mask = torch.ones_like(IDS)
+    mask[1, :3] = 0
+    for more in ({}, {"attention_mask": mask}, {"labels": LABELS}):
+        by_ids, by_rows = model(IDS, **more), model(inputs_embeds=embeddings, **more)
+        assert torch.equal(by_ids.logits, by_rows.logits) and by_ids.loss == by_rows.loss
+    assert torch.equal(native(embeddings=native.embedding(IDS)).logits, native(IDS).logits)
+    text = model.generate(inputs_embeds=embeddings, attention_mask=torch.ones_like(IDS), **GREEDY)
+    assert torch.equal(text, model.generate(IDS, attention_mask=torch.ones_like(IDS), **GREEDY)[:, IDS.shape[1] :])
+    with pytest.raises(UserError, match="reads ids or embeddings: give one of them"):
+        native()
 
 
 def test_folders_of_transformers_hold_the_same_model(both, tmp_path):
@@ -376,8 +391,8 @@ def test_the_config_is_ours_under_transformers_names_too(kind, tmp_path):
 
 def test_what_cannot_be_done_is_refused_in_a_sentence(one):
     model = one[1]
-    with pytest.raises(UserError, match="give input_ids"):
-        model(inputs_embeds=torch.zeros(1, 2, 64))
+    with pytest.raises(UserError, match="reads input_ids or inputs_embeds: give one of them"):
+        model(IDS, inputs_embeds=torch.zeros(3, 10, 64))
     with pytest.raises(UserError, match="leave it out"):
         model(IDS, output_attentions=True)
     with pytest.raises(UserError, match="did you mean 'qkv_tokens'"):

@@ -343,3 +343,84 @@ def test_weights_given_to_train_are_begun_with(config_file, tmp_path, capsys):  
     assert main(["train", str(run), "--resume", "steps=5"]) == 0 and main(["train", str(on), "--resume"]) == 0
     again = ["train", str(grown), *more, "--out", str(on), "--resume"]  # as a job script says it each time
     assert main(again) == 0
+
+
+# Sets of another tokenizer
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A set of the same text by a tokenizer of 300 ids, which fit into the vocabulary of 384."""
+    from tests.train.conftest import TEXT
+    from tokenformer.data.text.prepare import prepare
+    from tokenformer.data.text.tokenizer import train_tokenizer
+
+    root = tmp_path_factory.mktemp("other")
+    (root / "tokenizer.json").write_text(train_tokenizer([TEXT.read_text()[:20_000]], 300).to_json())
+    return prepare([TEXT], root, "alice", tokenizer=str(root / "tokenizer.json"), workers=1)
+
+
+def test_a_set_of_another_tokenizer_is_refused(originals, other, prepared, tmp_path, capsys):  # noqa: F811
+    ours, out = originals / "ours", tmp_path / "out"
+    assert "was prepared with the tokenizer" in refused(capsys, "eval", ours, "--text", other, "--device", "cpu")
+    assert "was prepared with the tokenizer" in refused(
+        capsys, "shrink", ours, "--ratio", "0.5", "--text", other, "--out", out
+    )
+    assert main(["grow", str(ours), "--ffn-tokens", "32", "--text", str(other), "--out", str(out)]) == 2
+    assert "was prepared with the tokenizer" in capsys.readouterr().err
+    more = ["batch=4", "steps=0", "train.device=cpu", "--out", out]
+    said = refused(capsys, "train", ours, f"data.path={other}", *more)
+    assert "prepared with another tokenizer than that of" in said and not out.exists()
+
+
+def test_a_set_of_the_same_tokenizer_is_taken(originals, prepared, tmp_path):  # noqa: F811
+    ours = originals / "ours"
+    assert main(["eval", str(ours), "--text", str(prepared), "--limit", "1", "--device", "cpu"]) == 0
+    shrink = ["shrink", str(ours), "--ratio", "0.5", "--text", str(prepared), "--tokens", "64"]
+    assert main([*shrink, "--out", str(tmp_path / "smaller")]) == 0
+    rewritten = tmp_path / "rewritten"  # as another program would write the same tokenizer
+    shutil.copytree(ours, rewritten)
+    text = json.dumps(json.loads((rewritten / "tokenizer.json").read_text()), indent=3)
+    (rewritten / "tokenizer.json").write_text(text)
+    remade(rewritten)
+    assert main(["eval", str(rewritten), "--text", str(prepared), "--limit", "1", "--device", "cpu"]) == 0
+
+
+# Outputs that exist
+
+
+def test_no_verb_replaces_a_file_or_folder_unasked(originals, tmp_path, capsys):
+    ours, out, made = originals / "ours", tmp_path / "file", tmp_path / "folder"
+    for command in (
+        [*write(ours), "--output-file", out],
+        ["eval", ours, "--text", __file__, "--limit", "1", "--device", "cpu", "--out", out],
+        ["tokenizer", "train", __file__, "--vocab", "260", "--out", out],
+    ):
+        out.write_text("mine")
+        assert "is there already" in refused(capsys, *command) and out.read_text() == "mine"
+        assert main([str(word) for word in [*command, "--force"]]) == 0 and out.read_text() != "mine"
+    for command in (
+        ["grow", ours, "--ffn-tokens", "32", "--out", made],
+        ["grow", ours, "--ffn-tokens", "32", "--no-verify", "--out", made],
+        ["shrink", ours, "--ratio", "0.5", "--by", "newest", "--out", made],
+        ["convert", ours, "--to", "hf", "--out", made],
+        ["convert", ours, "--to", "ours", "--out", made],
+        ["convert", ours, "--to", "official", "--out", made],
+    ):
+        made.mkdir(exist_ok=True)
+        (made / "mine").write_text("mine")
+        assert "is there already" in refused(capsys, *command)
+        if not (made / "manifest.json").exists():
+            assert "which we did not write" in refused(capsys, *command, "--force")
+            shutil.rmtree(made)
+        assert main([str(word) for word in [*command, "--force"]]) == 0 and not (made / "mine").exists()
+        tokenformer.load(made)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_generation_file_replaces_nothing(originals, tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    settings = f"text-gen-type: unconditional\nnum-samples: 1\nmaximum-tokens: 2\nsample-output-file: {tmp_path}/mine\n"
+    (tmp_path / "text.yml").write_text(settings)
+    said = refused(capsys, "generate", originals / "ours", tmp_path / "text.yml", "--device", "cpu")
+    assert "is there already" in said and (tmp_path / "mine").read_text() == "mine"

@@ -117,7 +117,7 @@ def test_a_preset_has_exactly_the_published_parameters(name):
 def test_the_formulas_count_what_a_real_model_has_and_does(kind):
     from torch.utils.flop_counter import FlopCounterMode
 
-    from tokenformer.models.language import Cache
+    from tokenformer.models import Cache
 
     tokens = {
         "qkv_tokens": [9, 5],

@@ -226,7 +226,7 @@ def main(device: str) -> dict:
     shapes = list(SHAPES) if gpu else [name for name in SHAPES if name != "over 16384"]
     found: dict = {"pattention": {}, "loss": {}, "stream": {}, "zeros": {}, "model": {}}
     for shape in shapes:
-        for theta in THETAS if SHAPES[shape][0] > 5 else THETAS[:1]:
+        for theta in THETAS if SHAPES[shape][0] > 5 else list(THETAS)[:1]:
             for dtype in types:
                 found["pattention"][f"{shape}, {theta}, {dtype}"] = check_pattention(shape, theta, dtype, device)
     for dtype in types:

@@ -51,9 +51,9 @@ def train(run: str, file: str, settings: list[str], dtype: str, since: str | Non
 CASES = {"train": train, "count": counting.count}
 
 
-def command_line(rank: int, world: int, command: list[str], out: str) -> None:
+def command_line(rank: int, world: int, command: list[str], out: str, port: int = 1) -> None:
     """`tokenformer` as a rank of a job."""
-    become(rank, world, 1, out)
+    become(rank, world, port, out)
     sys.exit(main(command))
 
 

@@ -1,5 +1,6 @@
 """Checkpoints damaged after they were written: the newest whole one is used, which is said, and nothing is lost."""
 
+import json
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ from tests.train.conftest import result, same
 from tests.train.test_crash import kill_at_a_random_moment
 from tokenformer.cli.main import main
 from tokenformer.errors import UserError
-from tokenformer.files import MANIFEST
+from tokenformer.files import MANIFEST, write_manifest
 from tokenformer.hub.run_folder import all_steps
 from tokenformer.train.trainer import Trainer
 
@@ -149,6 +150,41 @@ def test_a_run_of_damaged_checkpoints_is_refused_and_not_begun_anew(tiny, run, c
     assert {p: t for p, t in before.items() if p.exists() and p.is_file()} == {
         p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and p.name != ".lock"
     } | {run / ".lock": before[run / ".lock"]}
+
+
+CRAFTED = {  # what stands where in a state whose manifest fits it
+    "no step": ("step", ...),
+    "a step of text": ("step", "30"),
+    "half a step": ("step", 2.5),
+    "a step before the first": ("step", -1),
+    "no random state": ("rng", ...),
+    "a short random state": ("rng", {"cpu": [1, 2, 3]}),
+    "a random state of text": ("rng", {"cpu": ["a"]}),
+    "a list for a part": ("guard", [1]),
+    "a name that is none of a part": ("guard", {"config": 1}),
+    "text for a number": ("guard", {"scale": "a"}),
+    "a part without an entry": ("spikes", {"seen": 1}),
+    "text for a mean": ("spikes", {"seen": 1, "mean": "a", "variance": 1}),
+    "text for a total": ("totals", {"tokens": "a", "flops": 1, "hours": 1}),
+    "no growth": ("growth", None),
+    "growth at text": ("growth", {"steps": [], "losses": ["a"]}),
+    "no loader": ("loader", ...),
+}
+
+
+@pytest.mark.parametrize("craft", CRAFTED)
+def test_a_state_that_no_run_wrote_is_one_sentence_and_nothing_is_touched(run, capsys, craft):
+    newest, (name, value) = run / "checkpoints" / "step-00000030", CRAFTED[craft]
+    state = json.loads((newest / "state.json").read_text())
+    state = {k: v for k, v in {**state, name: value}.items() if v is not ...}
+    (newest / "state.json").write_text(json.dumps(state))
+    (newest / MANIFEST).unlink()
+    write_manifest(newest)
+    before = (run / "config.yml").read_text()
+    assert main(["train", str(run), "--resume", "steps=31"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{newest / 'state.json'} is not of the form that a run writes (" in said
+    assert (run / "config.yml").read_text() == before
 
 
 class Child:

@@ -25,7 +25,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--merge-segments", action="store_true", help="one segment a layer, rescaled to fit --text; approximate"
     )
     parser.add_argument("--text", type=Path, help="for --merge-segments: text like that which the model was trained on")
-    parser.add_argument("--force", action="store_true", help="merge segments of a softmax too")
+    parser.add_argument("--merge-softmax", action="store_true", help="merge segments of a softmax too")
+    parser.add_argument("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -33,13 +34,13 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.files import refuse_existing
     from tokenformer.hub.open import open_model
 
-    refuse_existing(args.out)
+    refuse_existing(args.out, args.force)
     if args.merge_segments != bool(args.text):
         raise UserError("--merge-segments needs --text FILE, which nothing else does: give both or neither")
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer)
     model = merged(opened, args) if args.merge_segments else opened.model
     text = opened.tokenizer_json
-    hub.save(model, args.out, format=args.to, tokenizer_json=text)
+    hub.save(model, args.out, format=args.to, tokenizer_json=text, force=args.force)
     note = "" if text else "; no tokenizer was found beside the weights: add one with --tokenizer"
     print(f"{args.out}: {model.cost().parameters:,} parameters, {args.to} format{note}")
 
@@ -50,7 +51,7 @@ def merged(opened, args: argparse.Namespace):
     from tokenformer.growth import merge_segments
 
     ids = text_ids(args.text, opened, 1 << 14)
-    model = merge_segments(opened.model, ids, force=args.force)
+    model = merge_segments(opened.model, ids, force=args.merge_softmax)
     event = model.history[-1]
     before, after = event["loss_before"], event["loss_after"]
     print(f"segments merged: loss on {args.text.name} {before:.4f} → {after:.4f} ({after - before:+.4f})")

@@ -60,9 +60,8 @@ def _verify(args: argparse.Namespace) -> None:
     from tokenformer.terminal import progress
 
     for path in args.sets:
-        size = 2 * sum(
-            p.stat().st_size for p in indexed.find_prefix(path).parent.glob(f"{indexed.find_prefix(path).name}.*")
-        )
+        prefix = indexed.find_prefix(path)
+        size = 2 * sum(p.stat().st_size for p in prefix.parent.glob(f"{prefix.name}.*") if p.is_file())
         with progress(f"checking {path}", size, " bytes") as advance:
             source = sets.verify(path, args.vocab, advance)
         what = "checksums, structure and tokens" if source.description else "structure and tokens (no description)"

@@ -32,6 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, help="rows of a task, documents of a text, at most")
     add("--batch-tokens", type=int, default=16384, help="positions computed at once")
     add("--out", type=Path, help="a JSON file for the results")
+    add("--force", action="store_true", help="replace a file of that name")
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     for text in args.text:
         check_text(text, args.part)
     if args.out:
-        check_writable(args.out)
+        check_writable(args.out, args.force)
     source, configs, _ = name_model(args.source)
     device = local_device(args.device)
     opened = open_model(source, configs, tokenizer=args.tokenizer, device=device, dtype=args.dtype)

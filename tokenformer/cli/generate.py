@@ -41,6 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt", action="append", help="a prompt; may be given several times")
     add("--input-file", help="prompts, one a line, or JSON lines (.jsonl); - reads lines from standard input")
     add("--output-file", help="where the JSON lines go (default: they are shown)")
+    add("--force", action="store_true", help="replace a file of that name")
     add("--num-samples", type=int, help="texts from nothing")
     add("--interactive", action="store_true", help="a conversation; text comes as it is made")
     add("--no-history", action="store_true", help="in conversation: every prompt stands alone")
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     if talks and (args.logprobs or args.output_file):
         raise UserError("a conversation is shown as text: leave --logprobs and --output-file out")
     if not talks and request.sample_output_file is not None:
-        check_writable(request.sample_output_file)
+        check_writable(request.sample_output_file, args.force)
     named = [Prompt(text, f"prompt {i}") for i, text in enumerate(args.prompt or [], 1)]
     prompts = [] if talks else named or request.prompts()
     if "" in args.stop:

@@ -7,6 +7,7 @@ tokenformer grow my-folder --layers 24 --no-verify --out deeper
 
 import argparse
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the new values (default 0)")
     verify = "run both models and print a certificate (default; without it one tensor at a time is in memory)"
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
+    add("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
     add("--text", type=Path, help="text to verify on, beside random tokens")
     add(
         "--tokenizer", help="for --text: a tokenizer.json, its folder, byte or gpt-neox-20b (default: the source's own)"
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.hub.open import open_model
     from tokenformer.models import build, cost
 
-    refuse_existing(args.out)
+    refuse_existing(args.out, args.force)
     if args.text and not args.verify:
         raise UserError("--text is for verifying, and --no-verify leaves that out: give one of them")
     wanted = load(args.to).model if args.to else None
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.verify:
         types = {name: dtypes[min(recipe.reads())] for name, recipe in plan.recipes.items()}
         events = [*history, plan.event]
-        write_folder(args.out, plan.config, events, made(plan, tensors), types, opened.tokenizer_json)
+        write_folder(args.out, plan.config, events, made(plan, tensors), types, opened.tokenizer_json, force=args.force)
     else:
         width = max(dtype.itemsize for dtype in dtypes.values()) / 1e6
         print(
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
             ids[args.text.name] = text_ids(args.text, opened, 1 << 13)
         bigger = growth.follow(opened.model, plan, share=True)
         show({what: verify(opened.model, bigger, i, plan) for what, i in ids.items()}, plan)
-        hub.save(bigger, args.out, tokenizer_json=opened.tokenizer_json)
+        hub.save(bigger, args.out, tokenizer_json=opened.tokenizer_json, force=args.force)
     print(f"{args.out}: {before:,} → {after:,} parameters")
 
 
@@ -134,20 +136,30 @@ def random_ids(config: "ModelConfig", seed: int) -> "Tensor":
 
 def text_ids(path: Path, opened: "Opened", tokens: int) -> "Tensor":
     """About so many tokens of a text, in rows of the model's context (512 at most) from all over it."""
-    import torch
+    from tokenformer.eval.perplexity import is_prepared, open_documents
 
+    encoder, length = opened.tokenizer, min(opened.config.context, 512)
+    rows = max(1, tokens // length)
+    if is_prepared(path):
+        ids = itertools.chain.from_iterable(document.ids for document in open_documents(path, encoder))
+        whole = list(itertools.islice(ids, rows * length))
+        return _rows([whole[i : i + length] for i in range(0, len(whole), length)], length, path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as text ({error}): give a text file in UTF-8") from None
-    encoder, length = opened.tokenizer, min(opened.config.context, 512)
-    rows = max(1, tokens // length)
     if len(text) <= 16 * tokens:  # short: from its beginning, row after row
         whole = encoder.encode(text)
         encoded = [whole[i : i + length] for i in range(0, len(whole), length)][:rows]
     else:  # a row begins in each piece; 8 characters a token are enough for it
         piece = len(text) // rows
         encoded = [encoder.encode(text[i : i + 8 * length])[:length] for i in range(0, piece * rows, piece)]
+    return _rows(encoded, length, path)
+
+
+def _rows(encoded: list[list[int]], length: int, path: Path) -> "Tensor":
+    import torch
+
     full = [ids for ids in encoded if len(ids) == length]
     if not full:
         raise UserError(f"{path} is shorter than {length} tokens: give a longer text")

@@ -18,6 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("inputs", nargs="+", metavar="INPUT", help="files, folders, globs, or -")
     train.add_argument("--vocab", type=int, required=True, metavar="N", help="how many ids it has, 257 or more")
     train.add_argument("--out", default="tokenizer.json", metavar="FILE")
+    train.add_argument("--force", action="store_true", help="replace a file of that name")
     train.add_argument("--format", choices=["text", "jsonl", "parquet"], help="instead of what the names end in")
     train.add_argument("--field", default="text", help="of JSON lines or Parquet (default: text)")
     train.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="what to do with bad documents")
@@ -38,11 +39,10 @@ def _train(args: argparse.Namespace) -> None:
     from tokenformer.data.text.tokenizer import load_tokenizer, train_tokenizer
     from tokenformer.terminal import meter
 
-    files.refuse_existing(args.out)
-    files.check_writable(args.out)
+    files.check_writable(args.out, args.force)
     if args.vocab < 257:
         raise UserError(f"--vocab {args.vocab} cannot hold all bytes and the end of a document: give 257 or more")
-    sources = find_inputs(args.inputs)
+    inputs = find_inputs(args.inputs)
     reading = Reading(format=args.format, field=args.field, on_error=args.on_error)
     cuts = load_tokenizer("gpt-neox-20b").cuts
     done = 0
@@ -54,8 +54,8 @@ def _train(args: argparse.Namespace) -> None:
 
     with contextlib.ExitStack() as stack:
         beside = stack.enter_context(files.atomic_file(args.out))
-        show = stack.enter_context(meter("training a tokenizer", sum(s.bytes for s in sources) or None))
-        units = (unit.text for source in sources for unit in read_units(source, reading, cuts, seen))
+        show = stack.enter_context(meter("training a tokenizer", sum(s.bytes for s in inputs) or None))
+        units = (unit.text for one in inputs for unit in read_units(one, reading, cuts, seen))
         tokenizer = train_tokenizer(units, args.vocab)
         if tokenizer.vocab_size < args.vocab:
             raise UserError(

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.config import presets
     from tokenformer.errors import UserError
     from tokenformer.hub.open import locate, means_weights, read_config
-    from tokenformer.parallel.mesh import together
+    from tokenformer.parallel.mesh import run_rank
     from tokenformer.parsing import is_file, is_folder
     from tokenformer.train.trainer import Trainer
 
@@ -52,4 +52,4 @@ def run(args: argparse.Namespace) -> int:
     if config.start and not itself and os.environ.get("RANK", "0") == "0":
         print(f"a new run begins with the weights of {locate(config.start).path}", flush=True)
     trainer = Trainer(config, given or default, resume=args.resume, command=["tokenformer", *sys.argv[1:]])
-    return together(trainer.run)
+    return run_rank(trainer.run)

@@ -80,12 +80,6 @@ class Loader:
         self.samples = sum(counts) if all(counts) else 0  # of one epoch
         self._stop = None if epochs is None else epochs * self.samples
 
-    @property
-    def epoch(self) -> float:
-        """How often the data were seen; of a blend, the source that was seen most often."""
-        given = self.blend.given(self.samples_seen).tolist()
-        return max(n / len(s) for n, s in zip(given, self.sources, strict=True)) if self.samples else 0.0
-
     def state_dict(self) -> dict:
         """Three values; the same at any rank, after whole steps."""
         return {"identity": self.identity, "seed": self.seed, "samples_seen": self.samples_seen}

@@ -84,11 +84,6 @@ class Blend:
         sets = self.schedule[places]
         return sets, rounds * self.counts[sets] + self._rank[places]
 
-    def given(self, position: int) -> np.ndarray:
-        """How many samples of each set come before a position."""
-        rounds, place = divmod(position, self.period)
-        return rounds * self.counts + np.bincount(self.schedule[:place], minlength=len(self.counts))
-
 
 def _rounded(shares: list[Fraction]) -> list[Fraction]:
     """Shares in whole parts of FINEST, at least one each, that add up to 1."""

@@ -21,6 +21,7 @@ from tokenformer.data.text.indexed import Indexed, find_prefix
 from tokenformer.data.text.inputs import find_inputs
 from tokenformer.data.text.parts import PARTS, part_edges
 from tokenformer.data.text.reading import Reading, read_units
+from tokenformer.data.text.sets import check_set_tokenizer
 from tokenformer.data.text.tokenizer import Tokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.ranks import spread
@@ -185,6 +186,7 @@ def is_prepared(path: str | Path) -> bool:
 
 def _prepared(path: str | Path, tokenizer: Tokenizer, part: str | None, shares: Sequence[float]) -> Iterator[Document]:
     held = Indexed(path, vocab=tokenizer.vocab_size)
+    check_set_tokenizer(held, tokenizer, "the model")
     start, stop = 0, len(held.tokens)
     if part is not None:
         edges, _ = part_edges(held, shares)

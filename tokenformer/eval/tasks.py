@@ -107,7 +107,7 @@ def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[d
                 if not line.isspace():
                     rows.append(json.loads(line))
                     _check_row(TASKS[name], rows[-1], f"{path}, line {number}")
-    except (ValueError, lzma.LZMAError, EOFError) as error:
+    except (ValueError, lzma.LZMAError, EOFError, RecursionError) as error:
         raise UserError(f"{path} is not JSON lines ({error}): get it anew") from None
     if not rows:
         raise UserError(f"{path} has no rows: get it anew")

@@ -3,7 +3,7 @@ random state, and take the width, type and device of the rows that they join.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.growth.recipes import ALL, Appended, Copied, Plan, Widened
+from tokenformer.growth.recipes import ALL, Appended, Copied, Fill, Plan, Widened
 from tokenformer.growth.state import State, grow_state
 from tokenformer.models.init import draw, initial
 
@@ -64,23 +64,28 @@ def _disturbed(plan: Plan, name: str, tensor: Tensor, new_rows: int) -> Tensor:
 
 
 def _new_rows(plan: Plan, name: str, recipe: Appended, old: Mapping[str, Tensor]) -> Tensor:
-    model = old[recipe.like[0]]
-    shape = tuple(model.shape) if recipe.new_rows == ALL else (recipe.new_rows, *model.shape[1:])
-    if recipe.fill in ("zero", "one"):
-        return model.new_full(shape, float(recipe.fill == "one"))
-    key = f"growth {plan.number}/{name}"
-    size = matched_rms(recipe.like, old) if recipe.fill == "matched" else 0.0
-    # an RMS of 0 (values of a growth that never trained) would make dead rows: begin as a new model does
-    values = draw(plan.seed, key, shape) * size if size else initial(name, shape, plan.config, plan.seed, {}, key)
-    return values.to(device=model.device, dtype=model.dtype)
+    like, key = [old[name] for name in recipe.like], f"growth {plan.number}/{name}"
+    rows = len(like[0]) if recipe.new_rows == ALL else recipe.new_rows
+
+    def first(shape: tuple[int, ...]) -> Tensor:
+        return initial(name, shape, plan.config, plan.seed, {}, key)
+
+    return fill_rows(like, rows, recipe.fill, plan.seed, key, first)
 
 
-def matched_rms(names: tuple[str, ...], tensors: Mapping[str, Tensor]) -> float:
-    """The RMS that new rows take from these parameters; refused where they hold no numbers."""
-    size = rms([tensors[name] for name in names])
+def fill_rows(
+    like: list[Tensor], rows: int, fill: Fill, seed: int, key: str, first: Callable[[tuple[int, ...]], Tensor]
+) -> Tensor:
+    """So many new rows, with the width, type and device of those they are like; `first` begins as a new model does."""
+    shape = (rows, *like[0].shape[1:])
+    if fill in ("zero", "one"):
+        return like[0].new_full(shape, float(fill == "one"))
+    size = rms(like) if fill == "matched" else 0.0
     if not math.isfinite(size):
-        raise UserError(f"'{names[0]}' holds values that are not finite: grow from weights that are whole")
-    return size
+        raise UserError(f"what '{key}' is like holds values that are not finite: grow from weights that are whole")
+    # an RMS of 0 (values of a growth that never trained) would make dead rows: begin as a new model does
+    values = draw(seed, key, shape) * size if size else first(shape)
+    return values.to(device=like[0].device, dtype=like[0].dtype)
 
 
 def rms(tensors: list[Tensor]) -> float:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from tokenformer.config import PROJECTION_OF
 from tokenformer.models import LanguageModel, Pattention
-from tokenformer.models.layers import THETAS, Block, Segment
+from tokenformer.models.layers import THETAS, Segment
 from tokenformer.models.names import Name
+from tokenformer.models.trunk import Block
 
 Where = tuple[int, str, int]  # layer, projection, segment
 

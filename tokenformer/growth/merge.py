@@ -38,7 +38,7 @@ def merge_segments(model: LanguageModel, ids: Tensor, *, force: bool = False) ->
     need(
         theta != "softmax" or force,
         "segments of a softmax cannot be merged faithfully, one sum of exponentials replacing several: "
-        "keep the segments, or force it and look at the loss",
+        "keep the segments, or force it (--merge-softmax) and look at the loss",
     )
     sums = measure(model, ids)
     merged: dict[tuple[int, str], dict[str, Tensor]] = {}

@@ -1,17 +1,21 @@
 """Growth of a model as it stands: a plan, its tensors, a module around them. And the view of the first segments."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
 from tokenformer.config_growth import Growth
+from tokenformer.errors import UserError
+from tokenformer.growth.layers import Module, grow_layers, plan_layers, recipes_of, refuse_wrapped
 from tokenformer.growth.make import tensors
 from tokenformer.growth.plan import plan
-from tokenformer.growth.recipes import Plan
+from tokenformer.growth.recipes import Plan, Recipe
 from tokenformer.growth.shape import table, trunk_of, with_table
+from tokenformer.growth.state import carry, check_optimizer
 from tokenformer.models import LanguageModel
 from tokenformer.models.names import parse
 from tokenformer.strict import need
@@ -20,9 +24,10 @@ Model = TypeVar("Model", bound=LanguageModel)
 
 
 def grow(
-    model: Model,
+    model: Module,
     *,
     on: str = "",
+    tokens: int | Mapping[str, int] | None = None,
     qkv_tokens: int | None = None,
     proj_tokens: int | None = None,
     ffn_tokens: int | None = None,
@@ -38,7 +43,8 @@ def grow(
     copy_noise: float = 0.1,
     seed: int = 0,
     share: bool = False,
-) -> Model:
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Module:
     """A bigger model that computes the same. Sizes are totals afterwards; the old model stays as it is.
 
     `new_tokens`: `segment` (default: its own normalisation; exact for every Θ), `zero_key` (exact with held τ, not for
@@ -47,6 +53,13 @@ def grow(
     `even` (default), `end` or their layer numbers. `on` says which trunk of a model of several. To compare with:
     `new_layers="stack"` copies blocks, `dim` and `ffn_dim` widen by Net2Net (`widen="block"`: the paper's form). With
     `share` the Parameters that did not change are the old model's own; otherwise they are copied.
+
+    `optimizer` is the torch optimizer of your own loop: from here on it trains the grown model. Its groups and settings
+    stay, old rows keep their state, new ones begin fresh, so the loss does not jump. AdamW, SGD and all that keep
+    tensors of a parameter's shape; others are refused.
+
+    A module of your own grows by `tokens`: so many for each Pattention layer in it, or `{"mlp.up": 256}`. It is copied,
+    or grows in place with `share`. Of DDP, a compiled or a Hugging Face model, grow what is inside and wrap it again.
 
     >>> from tokenformer.config import ModelConfig
     >>> from tokenformer.models import build
@@ -59,8 +72,48 @@ def grow(
     >>> torch.allclose(bigger(ids).logits, model(ids).logits, atol=1e-6)
     True
     """
-    given = {name: value for name, value in locals().items() if name not in ("model", "seed", "share")}
-    return follow(model, plan_for(model, Growth(**given), seed), share=share)
+    given = {name: value for name, value in locals().items() if name in Growth.__dataclass_fields__}
+    refuse_wrapped(model)
+    old = dict(model.named_parameters())
+    if optimizer is not None:
+        check_optimizer(optimizer, old)
+    bigger, recipes = _grown(model, Growth(**given), tokens, seed, share)
+    if optimizer is not None:
+        carry(optimizer, old, dict(bigger.named_parameters()), recipes)
+    return bigger
+
+
+def _grown(
+    model: Module, growth: Growth, tokens: int | Mapping[str, int] | None, seed: int, share: bool
+) -> tuple[Module, Mapping[str, Recipe]]:
+    """The grown model, or user's own module, and the recipe of each of its parameters."""
+    if hasattr(model, "trunks"):
+        need(tokens is None, "tokens is for a module of your own: give qkv_tokens, proj_tokens or ffn_tokens")
+        plan = plan_for(cast(LanguageModel, model), growth, seed)
+        refuse_frozen(model, plan.recipes)
+        return cast(Module, follow(cast(LanguageModel, model), plan, share=share)), plan.recipes
+    rule, tau = growth.new_tokens or "segment", growth.tau
+    only = dataclasses.replace(growth, new_tokens=None, tau=None) == Growth()
+    if tokens is None or not only or not isinstance(rule, str) or not isinstance(tau, str | None):
+        raise UserError(
+            f"{type(model).__name__} is a module of your own: give tokens=N or tokens={{LAYER: N}}, and beside it "
+            "new_tokens and tau as one word each; the other sizes belong to our models"
+        )
+    plans = plan_layers(model, tokens, rule, tau)
+    recipes = recipes_of(model, plans, rule)
+    refuse_frozen(model, recipes)
+    return grow_layers(model, plans, rule, seed, in_place=share), recipes
+
+
+def refuse_frozen(model: nn.Module, recipes: Mapping[str, Recipe]) -> None:
+    """Rows that are appended to a frozen parameter would never learn."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    for recipe in recipes.values():
+        need(
+            recipe.old not in frozen or recipe.new_rows <= 0,
+            f"'{recipe.old}' is frozen, so new rows that are appended to it would never learn: grow by segments, or "
+            "unfreeze it first",
+        )
 
 
 def plan_for(model: LanguageModel, growth: Growth, seed: int = 0) -> Plan:

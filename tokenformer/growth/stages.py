@@ -41,7 +41,7 @@ class Progress:
         return {"steps": list(self.steps), "losses": list(self.losses)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.steps, self.losses = list(state["steps"]), list(state["losses"])
+        self.steps, self.losses = [int(step) for step in state["steps"]], [float(loss) for loss in state["losses"]]
 
     def grew(self, step: int) -> None:
         self.steps.append(step)

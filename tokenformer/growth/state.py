@@ -4,10 +4,14 @@ Unusual: the second moment of old rows is not lent to new ones. Their gradients 
 zero, so a borrowed one would keep them almost immobile (docs/growth.md has the figures).
 """
 
+import warnings
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenformer.growth.recipes import Appended, Copied, Plan, Recipe
+from tokenformer.strict import need
 
 State = dict[str, dict[str, Tensor]]  # parameter → what an optimizer keeps for it: exp_avg, exp_avg_sq, step, momentum
 SAFE_BETA2 = 0.98
@@ -27,25 +31,75 @@ def grow_entry(recipe: Recipe, entry: dict[str, Tensor]) -> dict[str, Tensor] | 
     parameter's. Of a widened parameter nothing is kept: moments of a divided weight are not those of the whole.
     """
     if isinstance(recipe, Copied):
-        return {key: t.clone() for key, t in entry.items()}
+        return {key: t.clone() if isinstance(t, Tensor) else t for key, t in entry.items()}
     if not recipe.new_rows:
         return entry
     if not isinstance(recipe, Appended):
         return None
     rows = recipe.new_rows
-    return {k: t if t.ndim == 0 else torch.cat([t, t.new_zeros(rows, *t.shape[1:])]) for k, t in entry.items()}
+    shaped = {key: t for key, t in entry.items() if isinstance(t, Tensor) and t.ndim}
+    return entry | {key: torch.cat([t, t.new_zeros(rows, *t.shape[1:])]) for key, t in shaped.items()}
 
 
-def warning(plan: Plan, beta2: float) -> str | None:
+def warning(recipes: Mapping[str, Recipe], beta2: float) -> str | None:
     """A sentence where AdamW's one step count would make the first updates of appended rows huge.
 
     Zero moments behind an old step count have no bias correction: the first update of an appended row is up to
     (1 − β1)/√(1 − β2) times the rate and grows for 1/(1 − β1) steps: 1.1 at β2 = 0.95, 6.6 at 0.999.
     """
-    appended = list(plan.event["tau"])
+    appended = sum(isinstance(r, Appended) and r.old is not None and r.new_rows > 0 for r in recipes.values())
     if not appended or beta2 <= SAFE_BETA2:
         return None
     return (
-        f"rows appended to {', '.join(appended)} begin with zero moments behind an old step count: at beta2 = {beta2} "
+        f"rows appended to {appended} parameters begin with zero moments behind an old step count: at beta2 = {beta2} "
         f"first updates are several times the rate; use beta2 <= {SAFE_BETA2}, grow by segments, or drop the state"
     )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, old: Mapping[str, nn.Parameter]) -> None:
+    """Refuse an optimizer that does not train this model, or whose state has no rows to keep."""
+    what, own = type(optimizer).__name__, {id(p) for p in old.values()}
+    need(
+        any(id(p) in own for group in optimizer.param_groups for p in group["params"]),
+        f"the {what} holds none of the model's parameters: give the one that trains it",
+    )
+    for parameter in old.values():
+        for key, kept in optimizer.state.get(parameter, {}).items():
+            alike = isinstance(kept, Tensor) and (kept.ndim == 0 or kept.shape == parameter.shape)
+            need(
+                alike or isinstance(kept, int | float | None),
+                f"{what} keeps '{key}', which has no rows like its parameter, so it cannot go on with more of them: "
+                "grow without optimizer=, and make a new one",
+            )
+
+
+def carry(
+    optimizer: torch.optim.Optimizer,
+    old: Mapping[str, nn.Parameter],
+    new: Mapping[str, nn.Parameter],
+    recipes: Mapping[str, Recipe],
+) -> None:
+    """Let a torch optimizer go on with the grown model, in place: parameter groups and the state of old rows stay.
+
+    A new parameter joins the group of the old one that it is like, or the first one where that is in none.
+    """
+    names = {id(p): name for name, p in old.items()}
+    groups = {names[id(p)]: g for g in optimizer.param_groups for p in g["params"] if id(p) in names}
+    state = {name: optimizer.state.pop(p) for name, p in old.items() if p in optimizer.state}
+    for group in optimizer.param_groups:
+        others = [i for i, p in enumerate(group["params"]) if id(p) not in names]  # another model's
+        for key in {"params", "param_names"} & group.keys():
+            group[key] = [group[key][i] for i in others]
+    for name, recipe in recipes.items():
+        group = groups.get(recipe.old or min(recipe.reads()))
+        if group is None and recipe.old is not None:
+            continue  # the optimizer did not train it
+        group = group or optimizer.param_groups[0]
+        group["params"].append(new[name])
+        if "param_names" in group:
+            group["param_names"].append(name)
+        if recipe.old in state and (entry := grow_entry(recipe, state[recipe.old])) is not None:
+            optimizer.state[new[name]] = entry
+    for beta2 in {group["betas"][1] for group in optimizer.param_groups if "betas" in group}:
+        if state and (said := warning(recipes, beta2)):
+            warnings.warn(said, stacklevel=3)

@@ -38,10 +38,11 @@ def by_tokens(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Pla
     rules = {which: rule for which, rule in chosen.items() if which in targets}
     scales = tau_of(rules, growth.tau)
     old = table(config)
-    grown = {
-        which: [_grow(which, layer, s, targets.get(which), rules, scales) for layer, s in enumerate(of_layers)]
-        for which, of_layers in old.items()
-    }
+    grown: Table = {}
+    for which, of_layers in old.items():
+        target, rule, scale = targets.get(which), rules.get(which, "segment"), scales.get(which, "")
+        said = f"{which}_tokens is {target}, but layer"
+        grown[which] = [more_segments(s, target, rule, scale, f"{said} {i} has") for i, s in enumerate(of_layers)]
     new: Table = {which: [of_layers[source] for source, _ in where] for which, of_layers in grown.items()}
     need(new != old or len(where) > config.layers, f"every layer has {targets} parameter tokens already: give more")
     final = with_table(config, new) if old else dataclasses.replace(config, layers=len(where))
@@ -62,17 +63,22 @@ def rules_of(config: ModelConfig, new_tokens: str | Mapping[str, str]) -> dict[s
     given = dict.fromkeys(PROJECTIONS, new_tokens) if isinstance(new_tokens, str) else dict(new_tokens)
     for which, rule in given.items():
         need(which in PROJECTIONS, f"new_tokens names '{which}': its keys are {', '.join(PROJECTIONS)}")
-        if rule in ("zero", "zero_key+zero_value"):
-            raise UserError(
-                "new tokens with zero keys and zero values would be dead, both their gradients being exactly 0: "
-                "choose segment, zero_key or zero_value"
-            )
-        need(rule in RULES, f"new_tokens is '{rule}', but must be one of {', '.join(RULES)}")
-        need(
-            rule != "zero_key" or config.theta != "softmax",
-            "zero keys would take their share of a softmax (exp 0 = 1) and disturb what was learned: choose segment",
-        )
+        check_rule(rule, config.theta)
     return {which: given.get(which, "segment") for which in PROJECTIONS}
+
+
+def check_rule(rule: str, theta: str) -> None:
+    """Refuse a rule that is none, or whose tokens would be dead or disturb what was learned."""
+    if rule in ("zero", "zero_key+zero_value"):
+        raise UserError(
+            "new tokens with zero keys and zero values would be dead, both their gradients being exactly 0: "
+            "choose segment, zero_key or zero_value"
+        )
+    need(rule in RULES, f"new_tokens is '{rule}', but must be one of {', '.join(RULES)}")
+    need(
+        rule != "zero_key" or theta != "softmax",
+        "zero keys would take their share of a softmax (exp 0 = 1) and disturb what was learned: choose segment",
+    )
 
 
 def tau_of(rules: Mapping[str, str], tau: str | Mapping[str, str] | None) -> dict[str, str]:
@@ -91,19 +97,16 @@ def tau_of(rules: Mapping[str, str], tau: str | Mapping[str, str] | None) -> dic
     return {w: given.get(w) or ("hold" if rules[w] == "zero_key" else "sqrt_n") for w in appended}
 
 
-def _grow(which: str, layer: int, old: Segments, target: int | None, rules: dict, scales: dict) -> Segments:
-    """One layer's segments after it got what it lacks."""
+def more_segments(old: Segments, target: int | None, rule: str, scale: str, what: str) -> Segments:
+    """One layer's segments after it got the parameter tokens that it lacks; `scale` is that of appended rows."""
     lacks = 0 if target is None else target - total(old)
-    need(
-        lacks >= 0,
-        f"{which}_tokens is {target}, but layer {layer} has {total(old)} already: give the total afterwards, or shrink",
-    )
+    need(lacks >= 0, f"{what} {total(old)} already: give the total afterwards, or shrink")
     if not lacks:
         return old
-    if rules[which] == "segment":
+    if rule == "segment":
         return [*old, (lacks, math.sqrt(lacks))]
     size, tau = old[-1]
-    return [*old[:-1], (size + lacks, tau if scales[which] == "hold" else math.sqrt(size + lacks))]
+    return [*old[:-1], (size + lacks, tau if scale == "hold" else math.sqrt(size + lacks))]
 
 
 def recipes(

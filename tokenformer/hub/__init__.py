@@ -30,9 +30,14 @@ def load(
 
 
 def save(
-    model: "LanguageModel", folder: str | Path, *, format: str = "ours", tokenizer_json: str | None = None
+    model: "LanguageModel",
+    folder: str | Path,
+    *,
+    format: str = "ours",
+    tokenizer_json: str | None = None,
+    force: bool = False,
 ) -> None:
-    """Write a model as `ours`, `hf` (loads with transformers) or `official`. Never overwrites."""
+    """Write a model as `ours`, `hf` (loads with transformers) or `official`. Nothing is replaced but by `force`."""
     if format == "ours":
         from tokenformer.hub.folder import save_folder as write
     elif format == "hf":
@@ -41,4 +46,4 @@ def save(
         from tokenformer.hub.official import save_official as write
     else:
         raise UserError(f"format is '{format}', but must be one of {', '.join(FORMATS)}")
-    write(model, folder, tokenizer_json=tokenizer_json)
+    write(model, folder, tokenizer_json=tokenizer_json, force=force)

@@ -130,11 +130,15 @@ def sidecars(config: ModelConfig, history: list[dict], tokenizer_json: str | Non
 
 
 def save_folder(
-    model: LanguageModel, folder: str | Path, tokenizer_json: str | None = None, shard_bytes: int = SHARD
+    model: LanguageModel,
+    folder: str | Path,
+    tokenizer_json: str | None = None,
+    shard_bytes: int = SHARD,
+    force: bool = False,
 ) -> None:
     named = dict(model.named_parameters())
     types = {name: parameter.dtype for name, parameter in named.items()}
-    write_folder(folder, model.config, model.history, named.items(), types, tokenizer_json, shard_bytes)
+    write_folder(folder, model.config, model.history, named.items(), types, tokenizer_json, shard_bytes, force)
 
 
 def write_folder(
@@ -145,6 +149,7 @@ def write_folder(
     dtypes: Mapping[str, torch.dtype],
     tokenizer_json: str | None = None,
     shard_bytes: int = SHARD,
+    force: bool = False,
 ) -> None:
     """Write a folder from tensors that come one by one, in the order and types of `dtypes`. It is there whole or not
 
@@ -152,7 +157,7 @@ def write_folder(
     """
     shapes = {name: p.shape for name, p in empty(config).named_parameters()}
     check_shapes(config, {name: shapes.get(name, ()) for name in dtypes}, "what is to be written")
-    with atomic_folder(folder) as beside:
+    with atomic_folder(folder, force) as beside:
         for name, text in sidecars(config, history, tokenizer_json).items():
             (beside / name).write_text(text, encoding="utf-8")
         write_tensors(beside, tensors, {name: (shapes[name], dtype) for name, dtype in dtypes.items()}, shard_bytes)

@@ -72,6 +72,7 @@ def save_hf(
     tokenizer_json: str | None = None,
     shard_bytes: int = SHARD,
     licence: str = "unknown",
+    force: bool = False,
 ) -> None:
     """Everything that `AutoModelForCausalLM` and `AutoTokenizer` need; the folder is there whole or not at all."""
     ids = {} if tokenizer_json is None else _special_ids(tokenizer_json, model.config)
@@ -79,7 +80,7 @@ def save_hf(
     config = to_dict(model.config) | ids
     config |= {"model_type": "tokenformer", "architectures": ["TokenFormerForCausalLM"], "auto_map": AUTO_MAP}
     config |= {"dtype": types.pop()} if len(types) == 1 else {}
-    with atomic_folder(folder) as beside:
+    with atomic_folder(folder, force) as beside:
         _write_json(beside / "config.json", config)
         _write_json(beside / "generation_config.json", ids)
         _write_json(beside / "history.json", model.history)

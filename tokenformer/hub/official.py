@@ -106,7 +106,9 @@ def refusal(config: ModelConfig) -> str | None:
     return None
 
 
-def save_official(model: LanguageModel, folder: str | Path, tokenizer_json: str | None = None) -> None:
+def save_official(
+    model: LanguageModel, folder: str | Path, tokenizer_json: str | None = None, force: bool = False
+) -> None:
     """`pytorch_model.bin` and a `config.yml` in the official dialect; refused where that cannot hold the model."""
     import yaml
 
@@ -116,7 +118,7 @@ def save_official(model: LanguageModel, folder: str | Path, tokenizer_json: str 
     tensors = OrderedDict(
         (to_official(name, model.config.layers), p.detach().float().clone()) for name, p in model.named_parameters()
     )
-    with atomic_folder(folder) as beside:
+    with atomic_folder(folder, force) as beside:
         torch.save(tensors, beside / WEIGHTS)
         text = yaml.safe_dump(official_keys(model.config), sort_keys=False, default_flow_style=None)
         (beside / "config.yml").write_text(text, encoding="utf-8")

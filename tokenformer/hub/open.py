@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tokenformer import config as native
-from tokenformer.data.text.tokenizer import BUNDLED, FileTokenizer, Tokenizer, load_tokenizer, padded_vocab
+from tokenformer.data.text.tokenizer import (
+    BUNDLED,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    padded_vocab,
+    same_tokenizer,
+)
 from tokenformer.errors import UserError
 from tokenformer.files import WEIGHTS, check_manifest
 from tokenformer.hub import official_config
@@ -180,6 +187,18 @@ class Opened:
             if padded_vocab(size) == self.config.vocab:
                 return load_tokenizer(name)
         raise UserError(f"{self.source} has no tokenizer beside it: name one with --tokenizer")
+
+    def check_tokenizer(self, data: str | None) -> None:
+        """Refuse data whose tokenizer (its JSON) is not the one that stands beside these weights."""
+        beside = self._located.folder / "tokenizer.json"
+        if data is None or not is_file(beside):
+            return
+        theirs, own = FileTokenizer(data, "of the data", 0), FileTokenizer(read_text(beside), f"of {self.source}", 0)
+        if not same_tokenizer(theirs, own):
+            raise UserError(
+                f"the data was prepared with another tokenizer than that of {self.source}: prepare it with "
+                f"--tokenizer {self._located.folder}, or begin from scratch (start=null)"
+            )
 
     @property
     def tokenizer_json(self) -> str | None:

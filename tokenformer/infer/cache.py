@@ -4,6 +4,8 @@ slots ≤ its position, whatever lies behind (padding of shorter prompts) and wh
 Legend: L layers, B batch, G key/value heads, S slots, C head_dim, T new positions.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,10 @@ class StaticCache:
         """(B, 1, T, S): a query sees the slots up to its own position."""
         return (self.slots_S <= positions_BT[..., None])[:, None]
 
+    def at(self, positions_BT: Tensor, start: int | None = None) -> "Placed":
+        """As blocks know a cache: new keys and values go to these positions (`start`: the same for all rows)."""
+        return Placed(self, positions_BT, start)
+
     def put(self, layer: int, k_BGTC: Tensor, v_BGTC: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """All rows write slots start … start + T; returns everything up to there."""
         stop = start + k_BGTC.shape[2]
@@ -59,3 +65,20 @@ class StaticCache:
         new.rows_B1 = torch.arange(len(rows), device=rows.device)[:, None]
         new.slots_S = torch.arange(slots, device=rows.device)
         return new
+
+
+class Placed(NamedTuple):
+    """A static cache, and where the positions of one call go."""
+
+    cache: StaticCache
+    positions_BT: Tensor
+    start: int | None
+
+    @property
+    def length(self) -> int:
+        return self.start or 0
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.start is not None:
+            return self.cache.put(layer, k, v, self.start)
+        return self.cache.put_at(layer, k, v, self.positions_BT)

@@ -57,6 +57,8 @@ def why_not(config: ModelConfig, device: torch.device) -> str | None:
     """Why the kernels cannot compute a model here, if they cannot."""
     if config.kind != "tokenformer" or config.theta != "l2_norm_gelu":
         return f"they compute theta l2_norm_gelu, not {config.theta if config.kind == 'tokenformer' else config.kind}"
+    if config.switch_names():
+        return "the model has switches"
     if config.dim % PAD:
         return f"dim is {config.dim}, not a multiple of {PAD}"
     if device.type != "cuda":

@@ -1,39 +1,40 @@
-"""A model's weights laid out once for decoding, and its forward pass over them. Tied to the model by tests.
+"""A model's weights laid out once for decoding: what is multiplied together lies together, in the type that computes.
 
-Unusual: q, k and v are one product, their values one batched product; positions are tensors, each row at its own place.
-Legend: B batch, T positions, D dim, M members (q, k, v), N parameter tokens of each, E output dim, H heads, C head_dim.
+Unusual: it is the model itself, its projections replaced; so there is no second forward pass. q, k and v are one
+product, their values one batched product. Legend: B batch, T positions, D dim, M members (q, k, v), N parameter tokens
+of each, E output dim.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenformer.errors import UserError
 from tokenformer.infer.cache import StaticCache
-from tokenformer.models import LanguageModel, Pattention
-from tokenformer.models.layers import Block, Linear, Norm, Segment, hooked
-from tokenformer.ops.attention import attention
+from tokenformer.models import LanguageModel, Pattention, View, build
+from tokenformer.models.layers import Linear, Norm, Segment, hooked
+from tokenformer.models.trunk import MLP, Attention, Block
 from tokenformer.ops.pattention import normalise
-from tokenformer.ops.rotary import angles, rotate
 
 
 class PackedTokens:
     """Several Pattentions of one input, all of the same segments: x (…, D) → (M, …, E)."""
 
     def __init__(self, members: Sequence[Pattention], dtype: torch.dtype) -> None:
-        keys = [s.key_tokens.detach().to(dtype) for member in members for s in member.segments]
+        parts = [[(k.detach(), v.detach(), tau) for k, v, tau in member.parts(dtype)] for member in members]
+        if not parts[0]:
+            raise UserError("a projection of this model has no segment without a switch: the engine cannot compute it")
+        keys = [key_ND for member in parts for key_ND, _, _ in member]
         self.key_ND = keys[0] if len(keys) == 1 else torch.cat(keys)
-        values = [[s.value_tokens.detach().to(dtype) for s in member.segments] for member in members]
         if len(keys) == 1:
-            self.value_MNE = values[0][0][None]  # no copy
+            self.value_MNE = parts[0][0][1][None]  # no copy
         else:
-            self.value_MNE = torch.stack([torch.cat(parts) for parts in values])
+            self.value_MNE = torch.stack([torch.cat([value_NE for _, value_NE, _ in member]) for member in parts])
         self.theta, self.members = members[0].theta, len(members)
-        self.sizes = [len(s.key_tokens) for s in members[0].segments]
-        self.taus = [s.tau for s in members[0].segments]
+        self.sizes, self.taus = [len(key_ND) for key_ND, _, _ in parts[0]], [tau for _, _, tau in parts[0]]
 
     def __call__(self, x: Tensor) -> Tensor:
         scores = (x @ self.key_ND.T).unflatten(-1, (self.members, -1)).split(self.sizes, dim=-1)
@@ -54,29 +55,62 @@ class PackedLinear:
         return F.linear(x, self.weight).split(self.sizes, dim=-1)
 
 
-def pack(layers: Sequence[Any], dtype: torch.dtype) -> PackedTokens | PackedLinear:
+class PackedLayer(nn.Module):
+    """One projection."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.packed = _together([layer], dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed(x)[0]
+
+
+class PackedAttention(Attention):
+    packed: PackedTokens | PackedLinear
+
+    def qkv(self, x: Tensor, view: View) -> Sequence[Tensor]:
+        return tuple(self.packed(x))
+
+
+class PackedMLP(MLP):
+    packed: PackedLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, *up = self.packed(x)
+        return self.down(F.silu(gate) * up[0] if up else F.gelu(gate))
+
+
+def _together(layers: Sequence[Any], dtype: torch.dtype) -> PackedTokens | PackedLinear:
     return (PackedTokens if isinstance(layers[0], Pattention) else PackedLinear)(layers, dtype)
 
 
-class PackedLayer:
-    """One block."""
-
-    def __init__(self, block: Any, dtype: torch.dtype) -> None:
-        self.attention_norm, self.ffn_norm = block.attention_norm, block.ffn_norm
-        a, f = block.attention, block.ffn
-        self.qkv, self.proj = pack([a.query, a.key, a.value], dtype), pack([a.proj], dtype)
-        self.head_dim = a.head_dim
-        if isinstance(f, Pattention):
-            self.ffn, self.down = pack([f], dtype), None
-        else:
-            self.ffn = pack([f.up] if f.gate is None else [f.gate, f.up], dtype)
-            self.down = pack([f.down], dtype)
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        parts = self.ffn(x)
-        if self.down is None:
-            return parts[0]
-        return self.down(F.gelu(parts[0]) if len(parts) == 1 else F.silu(parts[0]) * parts[1])[0]
+def pack(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+    """The same model on packed weights; norms are shared, and a weight that need not be cast is not copied."""
+    with torch.device("meta"):
+        packed = build(model.config)
+    for mine, block in zip(cast(Sequence[Block], packed.blocks), cast(Sequence[Block], model.blocks), strict=True):
+        mine.attention_norm, mine.ffn_norm = block.attention_norm, block.ffn_norm
+        a: Any = mine.attention
+        own = block.attention
+        a.__class__ = PackedAttention
+        a.packed = _together([own.query, own.key, own.value], dtype)
+        del a.query, a.key, a.value
+        a.proj = PackedLayer(own.proj, dtype)
+        if isinstance(block.ffn, Pattention):
+            mine.ffn = PackedLayer(block.ffn, dtype)  # pyrefly: ignore
+            continue
+        f: Any = mine.ffn
+        mlp = cast(MLP, block.ffn)
+        f.__class__ = PackedMLP
+        f.packed = PackedLinear([mlp.up] if mlp.gate is None else [mlp.gate, mlp.up], dtype)
+        f.gate, f.down = None, PackedLayer(mlp.down, dtype)
+        del f.up
+    packed.embedding.weight = nn.Parameter(model.embedding.weight.detach().to(dtype), requires_grad=False)
+    if packed.head is not None:
+        packed.head.weight = nn.Parameter(model.head_weight.detach().to(dtype), requires_grad=False)
+    packed.norm = model.norm
+    return packed
 
 
 def check_readable(model: LanguageModel) -> None:
@@ -95,39 +129,30 @@ def check_readable(model: LanguageModel) -> None:
 
 
 class Packed:
-    """All layers; `hidden(ids, positions, cache)` gives what the output head reads."""
+    """A model to decode with; `hidden(ids, positions, cache)` gives what the output head reads."""
 
     def __init__(self, model: LanguageModel, dtype: torch.dtype | None = None) -> None:
         check_readable(model)
         self.config = model.config
         self.dtype = dtype or model.compute_dtype or model.embedding.weight.dtype
-        self.embedding = model.embedding.weight.detach().to(self.dtype)
-        self.head = self.embedding if model.head is None else model.head.weight.detach().to(self.dtype)
-        self.norm = model.norm
-        self.layers = [PackedLayer(block, self.dtype) for block in model.blocks]
+        self.model = pack(model, self.dtype)
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.head_weight
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.head.device
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, cache: StaticCache, start: int | None = None) -> Tensor:
         """(B, T, D) after the final norm. `start`: all rows stand at start, start + 1, …: written as a slice, and from
         0 with the flash kernel's own causal mask; without it every row writes where its positions say.
         """
-        x_BTD = self.embedding[ids_BT]
-        rotary = angles(positions_BT, self.config.rotary_dims, self.config.rotary_base, x_BTD.dtype)
         mask = None if start is not None else cache.mask(positions_BT)
-        for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.attention_norm(x_BTD))
-            q, k, v = (p.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for p in qkv)
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
-            k, v = cache.put(i, k, v, start) if start is not None else cache.put_at(i, k, v, positions_BT)
-            seen = attention(q, k, v, mask=mask)
-            x_BTD = x_BTD + layer.proj(seen.transpose(1, 2).flatten(2))[0]
-            x_BTD = x_BTD + layer.feed_forward(layer.ffn_norm(x_BTD))
-        return self.norm(x_BTD)
+        return self.model.hidden(ids_BT, positions=positions_BT, mask=mask, cache=cache.at(positions_BT, start))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """In fp32 or better."""
-        out = hidden @ self.head.T
+        out = self.model.logits(hidden)
         return out.to(torch.promote_types(out.dtype, torch.float32))

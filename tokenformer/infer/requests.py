@@ -94,7 +94,7 @@ def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
 def _prompt(line: str, where: str) -> str:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error}): write a string or an object with a prompt") from None
     if isinstance(value, dict):
         value = next((value[name] for name in FIELDS if name in value), None)

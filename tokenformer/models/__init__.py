@@ -10,13 +10,15 @@ from tokenformer.models.cost import cost as cost
 
 if TYPE_CHECKING:
     from tokenformer.models.init import init_weights as init_weights
-    from tokenformer.models.language import Cache as Cache
     from tokenformer.models.language import LanguageModel as LanguageModel
     from tokenformer.models.language import Output as Output
     from tokenformer.models.layers import Pattention as Pattention
+    from tokenformer.models.trunk import Cache as Cache
+    from tokenformer.models.trunk import Trunk as Trunk
+    from tokenformer.models.trunk import View as View
 
 _HOME = {"init_weights": "init", "Pattention": "layers"}
-_HOME |= dict.fromkeys(("Cache", "LanguageModel", "Output"), "language")
+_HOME |= dict.fromkeys(("LanguageModel", "Output"), "language") | dict.fromkeys(("Cache", "Trunk", "View"), "trunk")
 
 
 def __getattr__(name: str):

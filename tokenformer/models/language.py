@@ -4,18 +4,18 @@
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
-from tokenformer.models.cost import Cost, cost
+from tokenformer.errors import UserError
 from tokenformer.models.init import init_weights
-from tokenformer.models.layers import Block, Linear, Norm, readable
-from tokenformer.models.names import ONE, TABLE, ZERO, Role
+from tokenformer.models.layers import Linear, readable
+from tokenformer.models.names import TABLE, Role
+from tokenformer.models.trunk import Cache, Trunk
 from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy, summed_loss
-from tokenformer.ops.rotary import angles
 
 
 class Output(NamedTuple):
@@ -26,35 +26,7 @@ class Output(NamedTuple):
     count: Tensor | None = None
 
 
-class AnyCache(Protocol):
-    """What a key/value cache must be: how many positions it holds, what a query may see (None: causal), and update."""
-
-    length: int
-    mask: Tensor | None
-
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-class Cache:
-    """The reference cache: it appends."""
-
-    mask = None
-
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def length(self) -> int:
-        return self.layers[0][0].shape[-2] if self.layers else 0
-
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if layer in self.layers:
-            k, v = (torch.cat(pair, dim=-2) for pair in zip(self.layers[layer], (k, v), strict=True))
-        self.layers[layer] = (k, v)
-        return k, v
-
-
-class LanguageModel(nn.Module):
+class LanguageModel(Trunk):
     """A TokenFormer, or a Transformer or Llama to compare with, as its config says.
 
     Built on the meta device it holds no memory: `to_empty(device=…)`, then `init_weights(model, model.config, seed)`.
@@ -65,40 +37,40 @@ class LanguageModel(nn.Module):
     torch.Size([1, 3, 128])
     """
 
-    ends: ClassVar[Mapping[str, Role]] = {  # what lies outside the blocks
-        "embedding.weight": TABLE,
-        "norm.weight": ONE,
-        "norm.bias": ZERO,
-        "head.weight": TABLE,
-    }
+    ends: ClassVar[Mapping[str, Role]] = {"embedding.weight": TABLE, **Trunk.ends, "head.weight": TABLE}
+    embedding: nn.Embedding
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        super().__init__()
-        self.config = config.resolved()
-        self.compute_dtype: torch.dtype | None = None  # None: as the parameters
-        self.history: list[dict] = []  # the growths that led to this model
-        self.embedding = nn.Embedding(config.vocab, config.dim, _weight=torch.empty(config.vocab, config.dim))
-        self.blocks = nn.ModuleList(Block(self.config, layer) for layer in range(config.layers))
-        self.norm = Norm(config, affine=True)
+        table = torch.empty(config.vocab, config.dim)
+        super().__init__(config, embedding=nn.Embedding(config.vocab, config.dim, _weight=table))
         self.head = None if config.tied else Linear(config.dim, config.vocab)
-        if self.embedding.weight.device.type != "meta":
+        if table.device.type != "meta":
             init_weights(self, self.config, seed)
 
-    def forward(
-        self,
-        ids: Tensor,
-        *,
-        labels: Tensor | None = None,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: AnyCache | None = None,
-    ) -> Output:
-        """`ids` (B, T). `labels` (B, T): the target of each position, -100 = none. `positions` (T,) or (B, T)."""
-        hidden_BTD = self.hidden(ids, positions=positions, documents=documents, cache=cache)
+    def forward(self, ids: Tensor | None = None, *, labels: Tensor | None = None, **known: Any) -> Output:
+        """`ids` (B, T). `labels` (B, T): the target of each position, -100 = none. The rest: see `hidden`."""
+        hidden_BTD = self.hidden(ids, **known)
         if labels is None:
             return Output(logits=self.logits(hidden_BTD))
         loss_sum, count = self.loss(hidden_BTD, labels)
         return Output(loss_sum=loss_sum, count=count)
+
+    def hidden(
+        self,
+        ids: Tensor | None = None,
+        *,
+        embeddings: Tensor | None = None,
+        positions: Tensor | None = None,
+        **known: Any,
+    ) -> Tensor:
+        """What the output head reads: (B, T, D) after the final norm. `embeddings` (B, T, D) stand instead of ids;
+
+        `positions` (T,) or (B, T); `known`: fields of a `View`, such as documents, mask, cache.
+        """
+        if (ids is None) == (embeddings is None):
+            raise UserError("a language model reads ids or embeddings: give one of them")
+        x_BTD = (self.embedding(ids) if embeddings is None else embeddings).to(self.compute_dtype)
+        return self.run(x_BTD, self.view(x_BTD, positions, **known))
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         if self.head is not None and not readable(self.head):
@@ -117,31 +89,9 @@ class LanguageModel(nn.Module):
             return linear_cross_entropy(hidden_BTD, hidden_BTD, labels, chunk, called)
         return linear_cross_entropy(hidden_BTD, self.head_rows(hidden_BTD), labels)
 
-    def hidden(
-        self,
-        ids: Tensor,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: AnyCache | None = None,
-    ) -> Tensor:
-        """What the output head reads: (B, T, D) after the final norm."""
-        x_BTD = self.embedding(ids).to(self.compute_dtype)
-        if positions is None:
-            start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + ids.shape[-1], device=ids.device)
-        rotary = angles(positions, self.config.rotary_dims, self.config.rotary_base, x_BTD.dtype)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, rotary, documents, cache)
-        return self.norm(x_BTD)
-
     @property
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
-
-    def trunks(self) -> dict[str, "LanguageModel"]:
-        """The parts that have blocks, by the prefix of their parameters: here the model itself."""
-        return {"": self}
 
     def head_rows(self, hidden: Tensor) -> Tensor:
         """The output head's rows, where `hidden` is and in its type."""
@@ -150,10 +100,6 @@ class LanguageModel(nn.Module):
             every = torch.arange(self.config.vocab, device=hidden.device)
             weight_WD = self.embedding(every).to(hidden.device)
         return weight_WD.to(hidden.dtype)
-
-    def cost(self) -> Cost:
-        """Parameters, FLOPs and cache bytes of this model."""
-        return cost(self.config)
 
     @torch.no_grad()
     def generate(self, ids: Tensor, n: int, temperature: float = 0.0, seed: int = 0) -> Tensor:

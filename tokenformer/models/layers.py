@@ -1,13 +1,14 @@
-"""The layers of every model: Pattention, attention between data tokens, the block.
+"""The layers that blocks are made of: Pattention, plain matrices, norms.
 
-Unusual: weights are cast to the type of what flows in, so one choice at the embedding decides the compute type; q, k
-and v are separate parameters but one product. Legend: B batch, T positions, D dim, H heads, C head_dim.
+Unusual: weights are cast to the type of what flows in, so one choice at the embedding decides the compute type; several
+projections of one input are separate parameters but one product; a segment may have a switch, and then counts only in
+calls that give it.
 """
 
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -15,9 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
-from tokenformer.ops.attention import attention
-from tokenformer.ops.pattention import THETAS, Segments, backend, fused, normalise, pattention, pattention_group
-from tokenformer.ops.rotary import rotate
+from tokenformer.ops.pattention import THETAS, Segments, normalise, pattention, pattention_group
 
 
 class Segment(nn.Module):
@@ -56,7 +55,9 @@ class Pattention(nn.Module):
         *,
         theta: str = "l2_norm_gelu",
         tau: Sequence[float] | None = None,
+        switch: Sequence[str] | None = None,
     ) -> None:
+        """`tau` and `switch`: one per segment; absent = √n, and no switch ("" = the segment always counts)."""
         super().__init__()
         sizes = list(tokens) if isinstance(tokens, Sequence) else [tokens]
         if not sizes or any(type(n) is not int or n < 1 for n in sizes):
@@ -64,7 +65,8 @@ class Pattention(nn.Module):
         if theta not in THETAS:
             raise ValueError(f"theta is '{theta}', not one of {', '.join(THETAS)}")
         scales = [math.sqrt(n) for n in sizes] if tau is None else list(tau)
-        self.theta = theta
+        self.theta, self.d_out = theta, d_out
+        self.switch = tuple(switch or [""] * len(sizes))
         segments = [Segment(d_in, d_out, n, t) for n, t in zip(sizes, scales, strict=True)]
         self.segments = cast(Sequence[Segment], nn.ModuleList(segments))
         if self.segments[0].key_tokens.device.type != "meta":
@@ -76,17 +78,23 @@ class Pattention(nn.Module):
             nn.init.normal_(segment.key_tokens, std=0.02)
             nn.init.normal_(segment.value_tokens, std=len(segment.value_tokens) ** -0.5)
 
-    def parts(self, dtype: torch.dtype | None) -> Segments:
-        return [segment(dtype) for segment in self.segments]
+    def parts(self, dtype: torch.dtype | None, switch: str = "") -> Segments:
+        """The segments that a switch turns on; without a name those that always count."""
+        return [segment(dtype) for segment, name in zip(self.segments, self.switch, strict=True) if name == switch]
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, switches: Mapping[str, Tensor] | None = None) -> Tensor:
+        """`mask`: see `pattention`. `switches`: name → (B,) weights; a segment's output counts times its switch's."""
         if not x.is_floating_point():
             raise TypeError(f"a Pattention reads floating point numbers, not {x.dtype}")
+        if mask is None:
+            return _switched(x, [self], switches)[0]
+        if any(self.switch):
+            raise ValueError("a mask of parameter tokens cannot be given to a layer with switches: switch segments off")
         return pattention(x, self.parts(x.dtype), theta=self.theta, mask=mask)
 
     def activations(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Scores and Θ(scores) of each segment: a token adds its activation times its value to the output."""
-        scores = [(x @ key_ND.T, tau) for key_ND, _, tau in self.parts(x.dtype)]
+        scores = [(x @ key_ND.T, tau) for key_ND, _, tau in (segment(x.dtype) for segment in self.segments)]
         return [(score, normalise(score, self.theta, tau)) for score, tau in scores]
 
     def extra_repr(self) -> str:
@@ -130,13 +138,15 @@ def _say_one_by_one() -> None:
     )
 
 
-def project(x: Tensor, layers: Sequence[Pattention | Linear]) -> Sequence[Tensor]:
+def project(
+    x: Tensor, layers: Sequence[Pattention | Linear], switches: Mapping[str, Tensor] | None = None
+) -> Sequence[Tensor]:
     """Several projections of one input in one product; one by one where somebody waits for their calls."""
     if not all(readable(layer) for layer in layers):
-        return called_one_by_one() and [layer(x) for layer in layers]
+        return called_one_by_one() and [called(layer, x, switches) for layer in layers]
     tokens = [layer for layer in layers if isinstance(layer, Pattention)]
     if tokens:
-        return pattention_group(x, [layer.parts(x.dtype) for layer in tokens], theta=tokens[0].theta)
+        return _switched(x, tokens, switches)
     weights = [layer.weight for layer in layers if isinstance(layer, Linear)]
     return F.linear(x, torch.cat(weights).to(x.dtype)).split([len(w) for w in weights], dim=-1)
 
@@ -162,90 +172,29 @@ def projection(config: ModelConfig, layer: int, which: str, d_out: int) -> Patte
     if config.kind != "tokenformer":
         return Linear(config.dim, d_out)
     sizes, scales = zip(*config.segments(which, layer), strict=True)
-    return Pattention(config.dim, d_out, sizes, theta=config.theta, tau=scales)
+    return Pattention(config.dim, d_out, sizes, theta=config.theta, tau=scales, switch=config.switches(which, layer))
 
 
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        d_kv = (config.kv_heads or config.heads) * config.head_dim
-        self.query = projection(config, layer, "qkv", config.dim)
-        self.key = projection(config, layer, "qkv", d_kv)
-        self.value = projection(config, layer, "qkv", d_kv)
-        self.proj = projection(config, layer, "proj", config.dim)
-
-    def forward(self, x_BTD: Tensor, *context) -> Tensor:
-        return self.proj(self.attend(self.qkv(x_BTD), *context))
-
-    def attend(
-        self, qkv: Sequence[Tensor], rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None, cache=None
-    ) -> Tensor:
-        """q, k and v (B, T, D) → what each position sees (B, T, D). `rotary` is None where they are turned already."""
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in qkv)  # (B, T, H, C): so it stays in memory
-        if rotary is not None:
-            q, k = rotate(q, *rotary, heads=2), rotate(k, *rotary, heads=2)
-        q, k, v, mask = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None
-        if cache is not None:
-            mask = cache.mask
-            k, v = cache.update(self.layer, k, v)
-        return attention(q, k, v, documents_BT=documents, mask=mask).transpose(1, 2).flatten(2)
-
-    def qkv(self, x: Tensor) -> Sequence[Tensor]:
-        return project(x, [self.query, self.key, self.value])
+def called(layer: nn.Module, x: Tensor, switches: Mapping[str, Tensor] | None) -> Tensor:
+    """What a layer gives; only a Pattention knows switches."""
+    return layer(x) if switches is None else layer(x, switches=switches)
 
 
-class MLP(nn.Module):
-    """The feed-forward layer of the baselines: GELU, or SwiGLU with a gate."""
+def _switched(x: Tensor, layers: Sequence[Pattention], switches: Mapping[str, Tensor] | None) -> list[Tensor]:
+    """Pattentions of one input, alike in their switches. What is not switched on is not computed."""
+    names, theta = layers[0].switch, layers[0].theta
+    if "" in names:
+        outputs = pattention_group(x, [layer.parts(x.dtype) for layer in layers], theta=theta)
+    else:
+        outputs = [x.new_zeros(*x.shape[:-1], layer.d_out) for layer in layers]
+    for name in dict.fromkeys(names):
+        if name and switches is not None and name in switches:
+            weight = per_sample(switches[name], x)
+            more = pattention_group(x, [layer.parts(x.dtype, name) for layer in layers], theta=theta)
+            outputs = [output + weight * part for output, part in zip(outputs, more, strict=True)]
+    return outputs
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate = Linear(config.dim, config.mlp_dim) if config.kind == "llama" else None
-        self.up = Linear(config.dim, config.mlp_dim)
-        self.down = Linear(config.mlp_dim, config.dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(F.gelu(self.up(x)))
-        gate, up = project(x, [self.gate, self.up])
-        return self.down(F.silu(gate) * up)
-
-
-class Block(nn.Module):
-    """Attention, then feed-forward, each added to the stream. The config's kind chooses what the projections are."""
-
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.attention_norm, self.ffn_norm = Norm(config, affine=False), Norm(config, affine=False)
-        self.attention = Attention(config, layer)
-        self.ffn = projection(config, layer, "ffn", config.dim) if config.kind == "tokenformer" else MLP(config)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor | None = None, cache=None) -> Tensor:
-        if self.streams(x):
-            return self.stream(x, rotary, documents, cache)
-        x = x + self.attention(self.attention_norm(x), rotary, documents, cache)
-        return x + self.ffn(self.ffn_norm(x))
-
-    def streams(self, x: Tensor) -> bool:
-        """Whether `stream` computes the same, and gains by it: training on kernels."""
-        plain = type(self.ffn) is Pattention and self.ffn.theta == "l2_norm_gelu"
-        if not (plain and x.requires_grad and backend(x) == "triton"):
-            return False
-        a = self.attention
-        between = (self.attention_norm, self.ffn_norm, a)
-        if any(map(hooked, between)) or not all(map(readable, (a.query, a.key, a.value, a.proj, self.ffn))):
-            return not called_one_by_one()
-        return True
-
-    def stream(self, x: Tensor, rotary: tuple[Tensor, Tensor], *context) -> Tensor:
-        """Without norms and sums: l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels
-
-        is taken out ignore its mean, so nothing of LayerNorm is left; a product adds to the stream what it makes.
-        """
-        a, theta = self.attention, "l2_norm_gelu"
-        layers = cast(Sequence[Pattention], (a.query, a.key, a.value, a.proj, self.ffn))
-        query, key, value, proj, ffn = (layer.parts(None) for layer in layers)
-        turn = *(t.flatten(0, -2) for t in rotary), a.head_dim
-        *qkv, x = fused(x, [query, key, value], theta, centred=True, onto="fork", turn=turn)
-        (x,) = fused(a.attend(qkv, None, *context), [proj], theta, onto="residual", residual=x)
-        return fused(x, [ffn], theta, centred=True, onto="input")[0]
+def per_sample(factor_B: Tensor, x: Tensor) -> Tensor:
+    """One factor per sample, to be multiplied with x (B, …)."""
+    return factor_B.to(x.dtype).view(-1, *[1] * (x.ndim - 1))

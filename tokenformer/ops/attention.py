@@ -1,4 +1,4 @@
-"""Causal attention between data tokens, through PyTorch's fused kernels. Every attention mask is made here.
+"""Attention between data tokens, causal or not, through PyTorch's fused kernels. Every attention mask is made here.
 
 Legend: B batch, H heads, G key/value heads, T queries, S keys, C head_dim.
 """
@@ -25,19 +25,24 @@ def attention(
     k_BGSC: Tensor,
     v_BGSC: Tensor,
     *,
+    causal: bool = True,
     documents_BT: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention, scale 1/√C. Causal, the last query being at the last key, unless `mask` says what is seen.
 
     `documents` (B, T) numbers the document of each position: they do not see each other (without a cache, T = S).
-    `mask` (B or 1, H or 1, T, S), True = is seen, replaces the causal mask: what a cache with padding gives.
+    `mask` (B or 1, H or 1, T, S), True = is seen, or what is added to the scores, replaces the causal mask.
     """
     length, keys = q_BHTC.shape[-2], k_BGSC.shape[-2]
-    if mask is None and documents_BT is not None:
-        mask = causal(length, keys, q_BHTC.device) & (documents_BT[:, None, :, None] == documents_BT[:, None, None, :])
-    elif mask is None and 1 < length != keys:
-        mask = causal(length, keys, q_BHTC.device)
+    if mask is None and causal and (documents_BT is not None or 1 < length != keys):
+        mask = causal_mask(length, keys, q_BHTC.device)
+    if documents_BT is not None:
+        same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
+        if mask is None or mask.dtype == torch.bool:
+            mask = same if mask is None else mask & same
+        else:
+            mask = mask.masked_fill(~same, -torch.inf)
     flash = False
     if mask is None and length > 1:  # a branch: under compile a length may be symbolic, and its comparison no bool
         flash = True
@@ -47,15 +52,15 @@ def attention(
             k_BGSC,
             v_BGSC,
             attn_mask=mask,
-            is_causal=flash,
+            is_causal=flash and causal,
             enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
         )
 
 
-def causal(length: int, keys: int, device: torch.device) -> Tensor:
+def causal_mask(length: int, keys: int, device: torch.device) -> Tensor:
     """(T, S), True = is seen, the last query at the last key.
 
-    >>> causal(2, 3, torch.device("cpu"))
+    >>> causal_mask(2, 3, torch.device("cpu"))
     tensor([[ True,  True, False],
             [ True,  True,  True]])
     """

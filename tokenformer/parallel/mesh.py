@@ -46,7 +46,7 @@ class Degrees:
 
 
 def degrees(config: ParallelConfig, world: int) -> Degrees:
-    """The four numbers, what is left over filled in; refused where their product is not the world size.
+    """Return the four degrees, the one that was left open filled in. Refuse them where their product is not the world.
 
     >>> degrees(ParallelConfig(shard=-1, token=2), 8)
     Degrees(pipeline=1, replicate=1, shard=4, token=2)
@@ -71,7 +71,7 @@ def degrees(config: ParallelConfig, world: int) -> Degrees:
 
 
 def stages(d: Degrees, config: ParallelConfig) -> int:
-    """Of the pipeline: one a rank, or two."""
+    """Return how many stages the pipeline has: one per rank, or two."""
     return d.pipeline * (2 if config.schedule == "interleaved" and d.pipeline > 1 else 1)
 
 
@@ -84,10 +84,15 @@ def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
             "leave them out, and use parallel.shard or parallel.replicate",
         )
         return
-    twice = " (two a rank when interleaved)" if stages(d, config) > d.pipeline else ""
+    need(
+        not model.switch_names() or d.pipeline * d.token == 1,
+        "the model has switches (model.switch), which neither parallel.pipeline nor parallel.token knows: "
+        "use parallel.shard or parallel.replicate",
+    )
+    interleaved = " (two per rank when interleaved)" if stages(d, config) > d.pipeline else ""
     need(
         stages(d, config) <= model.layers,
-        f"parallel.pipeline is {d.pipeline}{twice}, but the model has {model.layers} blocks: "
+        f"parallel.pipeline is {d.pipeline}{interleaved}, but the model has {model.layers} blocks: "
         "give at most as many stages",
     )
     for name in ("heads", "kv_heads"):
@@ -119,7 +124,7 @@ def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
 
 
 class Place:
-    """Where this process stands. Made from the environment that torchrun sets; `start` opens the process group."""
+    """Where this process stands in the mesh, by the environment that torchrun sets. `start` opens the process group."""
 
     def __init__(self, config: ParallelConfig) -> None:
         self.config = config
@@ -140,15 +145,15 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """Whether this one speaks and writes for all."""
+        """Whether this rank speaks and writes for all."""
         return self.rank == 0
 
     def device(self, kind: torch.device) -> torch.device:
-        """This rank's own of that kind."""
+        """Return this rank's own device of that kind."""
         if self.alone or kind.type != "cuda":
             return kind
         local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        need(local < there, f"this node has {there} GPUs, but {local + 1} processes or more: start one a GPU")
+        need(local < there, f"this node has {there} GPUs, but {local + 1} processes or more: start one per GPU")
         return torch.device("cuda", local)
 
     def start(self, device: torch.device) -> None:
@@ -179,13 +184,13 @@ class Place:
             self.groups[name] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=wait))
 
     def sum(self, tensor: torch.Tensor, over: str = "data") -> torch.Tensor:
-        """In place, over the ranks that saw other data (or another group)."""
+        """All-reduce a sum in place, over the ranks that saw other data (or another group)."""
         if not self.alone:
             dist.all_reduce(tensor, group=self.groups[over])
         return tensor
 
     def agree(self, number: int) -> int:
-        """The largest of all ranks' numbers, on every rank; the device is not asked."""
+        """Return the largest of all ranks' numbers, on every rank, by way of the host: no device is read."""
         if self.alone:
             return number
         value = torch.tensor(number)
@@ -193,6 +198,7 @@ class Place:
         return int(value)
 
     def meet(self, group: str = "host") -> None:
+        """Wait for all ranks of a group."""
         if not self.alone:
             dist.barrier(group=self.groups[group])
 
@@ -215,7 +221,7 @@ class Place:
         return told[0]
 
     def leave(self) -> None:
-        """After the last collective."""
+        """Close the process group that `start` opened, after the last collective."""
         if self.began:
             self.meet()
             dist.destroy_process_group()
@@ -224,10 +230,10 @@ class Place:
 LOST = ("imed out", "imeout", "Connection closed", "Connection reset", "Connection refused", "Broken pipe")
 
 
-def together(run: Callable[[], signal.Signals | None]) -> int:
-    """The exit code of a run. A rank of many ends its process here and now: one that had a mesh over gloo may abort
+def run_rank(run: Callable[[], signal.Signals | None]) -> int:
+    """Run this rank's part of a job and return its exit code. A rank of many ends its process right here: one that had
 
-    while Python takes it down, though all went well. What went wrong is said by the rank it happened to.
+    a mesh over gloo may abort while Python takes it down, though all went well. Each rank says what went wrong with it.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         stop = run()
@@ -242,9 +248,9 @@ def together(run: Callable[[], signal.Signals | None]) -> int:
     except Exception as error:
         if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
             said = str(error).strip().splitlines()[0]
-            why = "a process or the network died, or parallel.timeout is too short; go on with --resume"
-            print(f"{rank} lost the others: {why}. PyTorch says: {said}", file=sys.stderr)
-            let_go()
+            why = "another rank failed (it says why), the network died, or parallel.timeout is too short"
+            print(f"{rank} lost the others: {why}; go on with --resume. PyTorch says: {said}", file=sys.stderr)
+            kill_stuck_launcher()
         else:
             print(f"{rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
@@ -253,10 +259,10 @@ def together(run: Callable[[], signal.Signals | None]) -> int:
     os._exit(code)
 
 
-def let_go(seconds: int = 10) -> None:
-    """torchrun waits without end for a rendezvous on a host that is out of reach, and so does not see its workers die:
+def kill_stuck_launcher(seconds: int = 10) -> None:
+    """Kill the torchrun that started this rank where it does not notice, within some seconds, that the rank has ended.
 
-    where this one is still unburied after some seconds, its launcher is ended.
+    torchrun waits without end for a rendezvous on a host that is out of reach, and so does not see its workers die.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
         said = f"torchrun on {platform.node()} cannot reach the rendezvous and is ended"

@@ -16,7 +16,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from tokenformer.config_data import IGNORED
 from tokenformer.models import LanguageModel, Output
 from tokenformer.models.names import parse
-from tokenformer.ops.rotary import angles
 from tokenformer.parallel.mesh import Place, stages
 
 
@@ -28,14 +27,11 @@ class Stage(LanguageModel):
     def forward(self, x: Tensor, documents: Tensor | None = None, labels: Tensor | None = None) -> Tensor:  # pyrefly: ignore
         if self.edges[0]:
             x = self.embedding(x).to(self.compute_dtype)
-        positions = torch.arange(x.shape[1], device=x.device)
-        rotary = angles(positions, self.config.rotary_dims, self.config.rotary_base, x.dtype)
-        for block in self.blocks.children():
-            x = block(x, rotary, documents, None)
+        x = self.run(x, self.view(x, documents=documents))
         if not self.edges[1]:
             return x
         assert labels is not None
-        return self.loss(self.norm(x), labels)[0][None]
+        return self.loss(x, labels)[0][None]
 
 
 def layers_of(number: int, layers: int, every: int) -> range:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from tokenformer.config_data import IGNORED
 from tokenformer.models import LanguageModel, Pattention
-from tokenformer.models.layers import MLP, Attention, Block, Linear, project
+from tokenformer.models.layers import Linear, project
 from tokenformer.models.names import Name, parse
+from tokenformer.models.trunk import MLP, Attention, Block, View
 from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy
 from tokenformer.ops.pattention import Segments, normalise, statistic
 from tokenformer.parallel.layout import Split
@@ -165,8 +166,8 @@ class TokenPattention(Pattention):
     team: Team
     of_heads: bool  # the input is split by heads
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        assert mask is None, "masks are for inference, in one process"
+    def forward(self, x: Tensor, mask: Tensor | None = None, switches: Any = None) -> Tensor:
+        assert mask is None and switches is None, "masks and switches are for one process"
         team = self.team
         whole = gathered(x, team) if self.of_heads else copied(x, team)
         (own,) = partial_group(whole, [self.parts(x.dtype)], self.theta, team)
@@ -187,7 +188,7 @@ class TokenAttention(Attention):
 
     team: Team
 
-    def qkv(self, x: Tensor) -> Sequence[Tensor]:
+    def qkv(self, x: Tensor, view: View) -> Sequence[Tensor]:
         layers, team = [self.query, self.key, self.value], self.team
         x = copied(x, team)
         tokens = [layer for layer in layers if isinstance(layer, Pattention)]

@@ -30,7 +30,7 @@ State = dict[str, dict[str, Tensor]]  # an optimizer's, by parameter name
 
 
 class Checkpoints:
-    """Writes a run's checkpoints and forgets old ones. In the background: tensors are copied, then a thread writes."""
+    """Writes a run's checkpoints and removes old ones. In the background: tensors are copied, then a thread writes."""
 
     def __init__(self, run: Path, config: CheckpointConfig, place: Place) -> None:
         self.run, self.config, self.place = run, config, place
@@ -42,7 +42,10 @@ class Checkpoints:
         return (self.config.every > 0 and step % self.config.every == 0) or step in self.config.also
 
     def save(self, step: int, layout: Layout, optimizer: State, files: dict[str, str], state: dict) -> None:
-        """`files` go beside the tensors in model/. Raises what went wrong; in the background the next call does."""
+        """Write a checkpoint, `files` beside the tensors in model/. Raise what went wrong, at the next call if a thread
+
+        writes.
+        """
         self.wait()
         flat = {f"{k}/{name}": layout.part(name, t) for name, entry in optimizer.items() for k, t in entry.items()}
         parts = {"model": layout.parts(), "optim": flat}
@@ -51,11 +54,11 @@ class Checkpoints:
             return self._write(*arguments)
         for part in parts.values():
             part.update({name: tensor.to("cpu", copy=True) for name, tensor in part.items()})
-        self.thread = threading.Thread(target=self._write_aside, args=arguments, name="checkpoint")
+        self.thread = threading.Thread(target=self._write_in_thread, args=arguments, name="checkpoint")
         self.thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written; raises if the last one failed."""
+        """Wait until nothing is being written; raise if the last one failed."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -63,14 +66,14 @@ class Checkpoints:
             failure, self.failure = self.failure, None
             raise failure
 
-    def _write_aside(self, *arguments: Any) -> None:
+    def _write_in_thread(self, *arguments: Any) -> None:
         try:
             self._write(*arguments)
         except Exception as error:  # handed to the training thread by wait()
             self.failure = error
 
     def _write(self, step: int, parts: dict[str, dict[str, Any]], files: dict[str, str], state: dict) -> None:
-        """All ranks write what they hold into a folder that the first one makes, completes and names."""
+        """Write what this rank holds into a folder that the first rank makes, completes and names."""
         path = self.run / "checkpoints" / f"step-{step:08d}"
         try:
             with contextlib.ExitStack() as hidden:
@@ -90,14 +93,14 @@ class Checkpoints:
                     with plain_reasons():
                         hidden.close()
                     write_text(self.run / "checkpoints" / "last", path.name + "\n")
-                    self._forget()
+                    self._remove_old()
 
                 self.place.first_does(complete)
         except (OSError, UserError, CheckpointException) as error:  # DCP wraps what the file system said
             raise CheckpointFailed(f"the checkpoint of step {step} could not be written ({reason(error)})") from error
         self.saved = step
 
-    def _forget(self) -> None:
+    def _remove_old(self) -> None:
         steps = all_steps(self.run)
         old = list(steps)[: -self.config.keep] if self.config.keep else []
         for step in old:
@@ -138,19 +141,19 @@ def plain_reasons() -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """What the operating system said, from below what wrapped it."""
+    """Return what the operating system said, from below what wrapped it."""
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({reason(failure[0]) for failure in error.failures.values()}))
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def read_model(checkpoint: Path, layout: Layout) -> None:
-    """Into the layout's own parameters, whatever layout wrote them."""
+    """Read the weights into the layout's own parameters, whatever layout wrote them."""
     read_tensors(checkpoint / "model", layout.parts(), layout.splits, layout.place.groups.get("files"))
 
 
 def read_optimizer(checkpoint: Path, layout: Layout) -> State:
-    """What belongs to this rank's parts of the parameters."""
+    """Read the optimizer's state of this rank's parts of the parameters."""
     state: State = {}
     held = stored(checkpoint / "optim")
     for name, meta in held.items():
@@ -164,11 +167,29 @@ def read_optimizer(checkpoint: Path, layout: Layout) -> State:
 
 
 def read_state(checkpoint: Path) -> dict:
-    return read_json(checkpoint / "state.json")
+    """Read what a run keeps beside its tensors."""
+    state = read_json(checkpoint / "state.json")
+    with expected_form(checkpoint):
+        if type(state["step"]) is not int or state["step"] < 0:
+            raise ValueError(f"step is {state['step']!r:.40}")
+    return state
+
+
+@contextlib.contextmanager
+def expected_form(checkpoint: Path) -> Iterator[None]:
+    """Refuse in a sentence a state that is not of the form that a run writes."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"{checkpoint / 'state.json'} is not of the form that a run writes ({why}): move {checkpoint} away to use "
+            "the checkpoint before it"
+        ) from None
 
 
 def rng_state() -> dict[str, list[int]]:
-    """Random states as plain integers."""
+    """Return the random states as plain integers."""
     state = {"cpu": torch.get_rng_state().tolist()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state().tolist()

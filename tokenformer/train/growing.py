@@ -27,7 +27,7 @@ def grow(
         new, state = parallelizer.wrap_in_place(follow(model, growth, share=True)), grow_state(growth, old)
     else:
         new, state = grow_sharded(layout, growth, parallelizer, old)
-    said = warning(growth, optimizer.config.betas[1]) if optimizer.config.kind == "adamw" and state else None
+    said = warning(growth.recipes, optimizer.config.betas[1]) if optimizer.config.kind == "adamw" and state else None
     new.freeze(frozen(growth, stage))
     grown = Optimizer(new, optimizer.config, rates(growth, stage))
     grown.load_state_by_name(state)

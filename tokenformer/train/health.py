@@ -1,4 +1,4 @@
-"""Is the run well? Loss scaling, clipping and the check for non-finite numbers work on the device and wait for nothing;
+"""Whether the run is well. Loss scaling, clipping and the check for non-finite numbers run on the device unwaited;
 
 what they found is read at the log step, where spikes and the limit of skipped steps are judged.
 """
@@ -58,13 +58,14 @@ class Guard:
 
 
 class Spikes:
-    """A running mean and deviation of the loss; says when a loss stands far above."""
+    """Keeps a running mean and deviation of the loss, and says when a loss stands far above."""
 
     def __init__(self, deviations: float) -> None:
         self.deviations, self.seen, self.mean, self.variance = deviations, 0, 0.0, 0.0
 
     def __call__(self, loss: float) -> bool:
-        """
+        """Take the next loss and say whether it is a spike.
+
         >>> spikes = Spikes(6.0)
         >>> [spikes(loss) for loss in [2.0, 2.1] * 20 + [9.0, 2.0]][-3:]
         [False, True, False]
@@ -84,4 +85,4 @@ class Spikes:
         return {"seen": self.seen, "mean": self.mean, "variance": self.variance}
 
     def load_state_dict(self, state: dict) -> None:
-        self.seen, self.mean, self.variance = state["seen"], state["mean"], state["variance"]
+        self.seen, self.mean, self.variance = int(state["seen"]), float(state["mean"]), float(state["variance"])

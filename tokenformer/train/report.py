@@ -38,7 +38,7 @@ PEAKS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Of a known GPU in 16-bit arithmetic; None for everything else: a guessed MFU is worse than none."""
+    """Return the 16-bit peak of a known GPU; None for everything else: a guessed MFU is worse than none."""
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
@@ -46,7 +46,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def environment(command: list[str]) -> dict[str, Any]:
-    """What a start of a run was made with."""
+    """Describe what this start of a run is made with."""
     root, commit = Path(__file__).resolve().parents[2], None
     if (root / ".git").exists() and shutil.which("git"):  # a checkout, not a package inside somebody else's
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
@@ -87,7 +87,7 @@ class Lines:
 
 
 class Report:
-    """Of one run, from `step` on. Rows beyond that step belong to a future that was lost, and are dropped.
+    """Reports one run from `step` on. Rows beyond that step belong to a future that was lost, and are dropped.
 
     Making one may raise OSError. From then on nothing that it is told ends the run: what fails is said once.
     """
@@ -213,7 +213,7 @@ class Totals:
         return {self.unit: self.units, "flops": self.flops, "hours": self.hours}
 
     def load_state_dict(self, state: dict) -> None:
-        self.units, self.flops, self.hours = state[self.unit], state["flops"], state["hours"]
+        self.units, self.flops, self.hours = int(state[self.unit]), float(state["flops"]), float(state["hours"])
 
 
 class Clock:
@@ -261,7 +261,7 @@ def unit_of(row: Mapping[str, Any]) -> str:
 
 
 def memory(device: torch.device) -> int:
-    """Most bytes held so far: on the GPU, or by this process."""
+    """Return the most bytes held so far: on the GPU, or by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -269,17 +269,17 @@ def memory(device: torch.device) -> int:
 
 
 def grown(row: dict) -> bool:
-    """A growth comes after the checkpoint of its step, so resuming there does it again."""
+    """Tell whether a row is a growth: it comes after the checkpoint of its step, so resuming there repeats it."""
     return row["kind"] == "event" and row.get("what") == "growth"
 
 
 def read_rows(run: str | Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl; a last line that a kill cut short is left out."""
+    """Read the rows of a run's metrics.jsonl; a last line that a kill cut short is left out."""
     rows = []
     for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
             rows.append(row)
@@ -296,13 +296,13 @@ def _bar(steps: int, step: int) -> Any:
 
 
 def profiler(run: Path, say: Callable[[str], None]) -> torch.profiler.profile:
-    """Started now; when stopped it leaves a trace in the run's folder."""
+    """Return a profiler that leaves a trace in the run's folder when it is stopped."""
 
-    def leave(profile: torch.profiler.profile) -> None:
+    def export(profile: torch.profiler.profile) -> None:
         profile.export_chrome_trace(str(run / "trace.json"))
         say(f"trace of the profiled steps: {run / 'trace.json'} (open it in chrome://tracing or ui.perfetto.dev)")
 
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=kinds, on_trace_ready=leave)
+    return torch.profiler.profile(activities=kinds, on_trace_ready=export)

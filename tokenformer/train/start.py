@@ -10,13 +10,13 @@ from tokenformer.models.names import parse
 from tokenformer.parallel.parallelize import Build, Values
 
 
-def first_values(config: Config, build: Build) -> Values:
-    """Return what gives each whole parameter its first values, by name and shape.
+def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
+    """Return what gives each whole parameter its first values, by name and shape. `files` belong to the task's data.
 
     Parameter tokens of a smaller model (`start`) fill the first rows, the rest keeps its initial values and τ follows
     the new number: the official `pretrain_partial_init`, which does not keep the function.
     """
-    from tokenformer import hub
+    from tokenformer.hub.open import open_model
 
     model_config, start = config.model.resolved(), config.start
     with torch.device("meta"):
@@ -24,7 +24,9 @@ def first_values(config: Config, build: Build) -> Values:
     mine, given = dict(model.named_parameters()), {}
     if start:
         try:
-            given = {name: tensor.detach() for name, tensor in hub.load(start).named_parameters()}
+            opened = open_model(start)
+            opened.check_tokenizer(files.get("tokenizer.json"))
+            given = {name: tensor.detach() for name, tensor in opened.model.named_parameters()}
         except UserError as error:
             raise UserError(f"start (official: pretrain_partial_init): {error}") from None
     for name, tensor in given.items():

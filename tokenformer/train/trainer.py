@@ -113,7 +113,7 @@ class Trainer:
         like = torch.empty(0, dtype=dtype, device=self.device)
         self.pattention_path = pattention.backend(like, "reference" if split else None)
         self.compiler = choose_compiler(c.train, self.device)
-        first = first_values(c, self.build_model) if self.found.path is None else None
+        first = first_values(c, self.build_model, self.task.files()) if self.found.path is None else None
         self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
         torch.manual_seed(c.seed)
         if self.compiler != "none":
@@ -146,7 +146,8 @@ class Trainer:
             self.place.start(self.device)
             self.found = self.place.first_does(lambda: find_newest(self.folder))
         if self.found.path is not None:
-            self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
+            with checkpoint.expected_form(self.found.path):
+                self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
             done = len(self.grown.steps)
             if done >= len(self.chain) or read_config(self.found.path / "model") != self.chain[done]:
                 raise UserError(
@@ -186,9 +187,10 @@ class Trainer:
             checkpoint.read_model(found, self.layout)
             self.model.history = read_history(found / "model")
             self.optimizer.load_state_by_name(checkpoint.read_optimizer(found, self.layout))
-            for name, part in self.parts.items():
-                part.load_state_dict(state[name])
-            checkpoint.restore_rng(state["rng"])
+            with checkpoint.expected_form(found):
+                for name, part in self.parts.items():
+                    part.load_state_dict(state[name])
+                checkpoint.restore_rng(state["rng"])
             self.checkpoints.saved = self.step
         self.report: Report | Silent = Silent()
         self.place.first_does(self.open_report)

@@ -139,7 +139,7 @@ def test_every_token_but_the_first_is_a_target_once_an_epoch(tmp_path_factory, l
     places = np.arange(epoch * order.count, (epoch + 1) * order.count)
     targets = [t for i in EpochOrder(order.count, "x", 3)(places)[0].tolist() for t in tokens(order, i)[1:]]
     assert sorted(targets) == list(range(1, 1 + order.count * context))
-    assert order.count * context + order.dropped + 1 == length and order.dropped < context
+    assert order.count == (length - 1) // context
 
 
 def test_parts_are_whole_documents(tmp_path):
@@ -192,5 +192,6 @@ def test_blend_of_awkward_weights_is_rounded_to_a_hundred_thousandth():
     assert np.abs(blend.counts / blend.period - weights / weights.sum()).max() < 2e-5
     far = 10**9 + 12_345
     turns, before = blend.turns(np.arange(far, far + 200_000))
-    assert blend.given(far).sum() == far
-    assert before[turns == 0].tolist() == list(range(blend.given(far)[0], blend.given(far + 200_000)[0]))
+    first = int(before[turns == 0][0])
+    assert abs(first - far * blend.counts[0] / blend.period) < 1
+    assert before[turns == 0].tolist() == list(range(first, first + int((turns == 0).sum())))

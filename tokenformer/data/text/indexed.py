@@ -243,7 +243,17 @@ def read_description(prefix: Path) -> dict | None:
         if description and not {"checksum", "format"} & description.keys():
             return None  # some other file of that name
         raise UserError(f"{path} does not describe {prefix.name}: restore it, or delete it to do without its checks")
+    known = all(_has(entry, bytes=int, sha256=str) for entry in entries.values())
+    if not known or not _has(description.get("tokenizer", _ABOUT), **{k: type(v) for k, v in _ABOUT.items()}):
+        raise UserError(f"{path} is not as we write it: restore it, or delete it to do without its checks")
     return description
+
+
+_ABOUT = {"name": "", "sha256": "", "vocab_size": 0, "end_of_document": 0}
+
+
+def _has(entry: object, **kinds: type) -> bool:
+    return isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in kinds.items())
 
 
 def check_description(

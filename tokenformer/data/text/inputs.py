@@ -1,6 +1,6 @@
 """Where text comes from: files, folders, globs, archives and standard input, opened as streams whatever packs them.
 
-Unusual: members of a plain .tar and of a .zip are sources of their own, so that work can be shared out and resumed
+Unusual: members of a plain .tar and of a .zip are inputs of their own, so that work can be shared out and resumed
 between them; other archives (.tar.gz and the like) are read through from the front.
 """
 
@@ -45,7 +45,7 @@ class Input:
 
 
 def find_inputs(inputs: Sequence[str | Path]) -> list[Input]:
-    """All sources that files, folders, globs or '-' name: folders and globs in the order of their names."""
+    """All inputs that files, folders, globs or '-' name: folders and globs in the order of their names."""
     found: list[Input] = []
     for given in map(str, inputs):
         if given == STDIN:
@@ -132,19 +132,19 @@ class _Counted(io.FileIO):
         return super().seek(place + self._start * (whence == 0), whence) - self._start
 
 
-def open_input(source: Input, seen: Callable[[int], object] = lambda count: None) -> Iterator[tuple[BinaryIO, str]]:
-    """The streams of a source with their names, unpacked; `seen` is told the bytes read from the disk."""
-    if source.path == STDIN:
+def open_input(given: Input, seen: Callable[[int], object] = lambda count: None) -> Iterator[tuple[BinaryIO, str]]:
+    """The streams of an input with their names, unpacked; `seen` is told the bytes read from the disk."""
+    if given.path == STDIN:
         raw = io.BufferedReader(_Counted(sys.stdin.fileno(), seen), 1 << 20)
         yield from unpack(raw, "")
-    elif source.path.endswith(".zip") and source.member:
-        with _zip(source.path).open(source.member) as inner:
-            seen(source.bytes)
-            yield from unpack(inner, source.member)  # type: ignore[arg-type]
+    elif given.path.endswith(".zip") and given.member:
+        with _zip(given.path).open(given.member) as inner:
+            seen(given.bytes)
+            yield from unpack(inner, given.member)  # type: ignore[arg-type]
     else:
-        size = source.bytes if source.member else None
-        with io.BufferedReader(_Counted(source.path, seen, source.offset, size), 1 << 20) as raw:
-            yield from unpack(raw, source.member or source.path)
+        size = given.bytes if given.member else None
+        with io.BufferedReader(_Counted(given.path, seen, given.offset, size), 1 << 20) as raw:
+            yield from unpack(raw, given.member or given.path)
 
 
 def unpack(stream: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, str]]:

@@ -38,7 +38,7 @@ SETS = {
 
 
 def fetch(name: str, folder: str | Path, shard: tuple[int, int] | None = None) -> list[Input]:
-    """The sources of a set (of a shard of it), downloaded as far as they are not there.
+    """The inputs of a set (of a shard of it), downloaded as far as they are not there.
 
     The published checksum of the text is checked where there is one.
     """
@@ -58,8 +58,8 @@ def fetch(name: str, folder: str | Path, shard: tuple[int, int] | None = None) -
 def text_md5(path: str | Path) -> str:
     """The md5 of what an archive holds, unpacked."""
     digest = hashlib.md5(usedforsecurity=False)
-    for source in find_inputs([path]):
-        for stream, _ in open_input(source):
+    for one in find_inputs([path]):
+        for stream, _ in open_input(one):
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()

@@ -22,19 +22,6 @@ _CHUNK = 1 << 22
 NAMES = ("documents", "starts", "shuffle")
 
 
-def samples_asked(steps: int, batch: int, eval_interval: int, eval_iters: int) -> dict[str, int]:
-    """How many samples GPT-NeoX asks of each part (a part's order depends on it).
-
-    >>> samples_asked(600_000, 512, 5000, 100)
-    {'train': 307200000, 'validation': 6195200, 'test': 51200}
-    """
-    return {
-        "train": steps * batch,
-        "validation": (steps // eval_interval + 1) * eval_iters * batch,
-        "test": eval_iters * batch,
-    }
-
-
 class OfficialOrder:
     """Samples of items `first` … `last`-1 of a set, for `samples` asked for."""
 
@@ -52,7 +39,6 @@ class OfficialOrder:
         else:
             self.documents_shuffled = self.starts = self.shuffle = np.empty(0, np.int64)
         self.count = max(0, len(self.shuffle) - 1)  # one short, as official
-        self.dropped = max(0, self.epochs * self._tokens - 1 - self.count * context)
 
     def _ensure(self, folder: Path, first: int, last: int, seed: int) -> None:
         if folder.is_dir():

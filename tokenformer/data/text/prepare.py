@@ -46,11 +46,11 @@ class Piece:
 
 
 class Changed(Exception):
-    """A source no longer begins with the text that was read from it."""
+    """An input no longer begins with the text that was read from it."""
 
 
 def read_pieces(sources: Sequence[Input], reading: Reading, tokenizer: Tokenizer, after: Progress) -> Iterator[Piece]:
-    """All pieces behind `after`. Finished sources are not opened; the open one is read again and compared."""
+    """All pieces behind `after`. Finished inputs are not opened; the open one is read again and compared."""
     read = sum(s.bytes for s in sources[: after.source])
 
     def seen(count: int) -> None:
@@ -192,7 +192,7 @@ def prepare(
 
 
 def _settings(reading: Reading, tokenizer: Tokenizer) -> str:
-    """All that decides the tokens of a source. Not `on_error`: what was taken without error is the same with both."""
+    """All that decides the tokens of an input. Not `on_error`: what was taken without error is the same with both."""
     import tokenizers
 
     how = {**dataclasses.asdict(reading), "on_error": None}

@@ -23,7 +23,7 @@ _FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources become documents."""
+    """How inputs become documents."""
 
     format: Format | None = None  # None: by the ending of the name, else text
     field: str = "text"
@@ -43,15 +43,15 @@ class Unit(NamedTuple):
 
 
 def read_units(
-    source: Input,
+    given: Input,
     how: Reading,
     cuts: re.Pattern | None = None,
     seen: Callable[[int], object] = lambda count: None,
 ) -> Iterator[Unit]:
-    """The units of a source, in order and always the same."""
+    """The units of an input, in order and always the same."""
     try:
-        for stream, inner in open_input(source, seen):
-            name = source.name if inner in ("", source.path, source.member) else f"{source.path}: {inner}"
+        for stream, inner in open_input(given, seen):
+            name = given.name if inner in ("", given.path, given.member) else f"{given.path}: {inner}"
             kind = how.format or _FORMATS.get(os.path.splitext(inner)[1], "text")
             if how.separator and kind != "text":
                 raise UserError(f"{inner} is {kind}, whose documents are its rows: leave --separator out")
@@ -61,9 +61,9 @@ def read_units(
                 rows = _json_rows(stream, how, name) if kind == "jsonl" else _parquet_rows(stream, how, name)
                 yield from _rows(_joined(rows, how.heading) if how.heading else rows, how, cuts)
     except DAMAGE as error:
-        raise UserError(f"{source.name} is damaged or cut off ({error}): get it anew") from None
+        raise UserError(f"{given.name} is damaged or cut off ({error}): get it anew") from None
     except OSError as error:
-        raise UserError(f"{source.name} cannot be read ({error}): check it, or get it anew") from None
+        raise UserError(f"{given.name} cannot be read ({error}): check it, or get it anew") from None
 
 
 class _Bad(Exception):

@@ -32,8 +32,7 @@ class Windows:
 
     def __init__(self, source: Indexed, start: int, stop: int, context: int) -> None:
         self.source, self.start, self.context = source, start, context
-        self.count = max(0, stop - start - 1) // context
-        self.dropped = max(0, stop - start - 1) % context  # a tail shorter than a sample
+        self.count = max(0, stop - start - 1) // context  # a shorter tail is dropped
 
     def pieces(self, indices: np.ndarray) -> list[list[Piece]]:
         """Where the tokens of samples are in the stream."""
@@ -61,14 +60,7 @@ class TextSource:
     processes = False
 
     def __init__(
-        self,
-        config: DataConfig,
-        found: Indexed,
-        *,
-        context: int,
-        part: str = "train",
-        seed: int = 1234,
-        samples: int | None = None,
+        self, config: DataConfig, found: Indexed, context: int, part: str, seed: int, samples: int | None
     ) -> None:
         self.config, self.set = config, found
         self.shuffled = config.order == "permutation"
@@ -160,8 +152,7 @@ def text_loader(
         raise UserError(f"context is {context}: give a number above 0")
     if config.order == "official" and len(config.sets) > 1:
         raise UserError("data.order official knows one set: use order permutation for a blend")
-    how: Any = {"context": context, "part": part, "seed": seed, "samples": samples}
-    sources = [TextSource(config, found, **how) for found in sets or open_sets(config, vocab)]
+    sources = [TextSource(config, s, context, part, seed, samples) for s in sets or open_sets(config, vocab)]
     for source in sources:
         if not len(source) and not empty:
             raise UserError(

@@ -13,8 +13,9 @@ from tokenformer.data.text import indexed
 from tokenformer.data.text.indexed import Indexed
 from tokenformer.data.text.journal import disk
 from tokenformer.data.text.parts import PARTS, part_edges
-from tokenformer.data.text.tokenizer import FileTokenizer, Tokenizer, fingerprint, load_tokenizer
+from tokenformer.data.text.tokenizer import FileTokenizer, Tokenizer, fingerprint, load_tokenizer, same_tokenizer
 from tokenformer.errors import UserError
+from tokenformer.parsing import read_text
 
 _COUNTS = ("documents", "tokens", "text_bytes", "special_tokens_in_text", "empty_documents", "skipped_documents")
 _BLOCK = 1 << 24  # tokens copied or checked at a time
@@ -163,13 +164,13 @@ def stats(source: Indexed, shares: Sequence[float], context: int) -> list[tuple[
         ("type", str(source.dtype)),
     ]
     if len(lengths):
-        rows.append(("tokens a document: mean", f"{lengths.mean():,.1f}"))
+        rows.append(("tokens per document: mean", f"{lengths.mean():,.1f}"))
         low, median, high = np.percentile(lengths, [0, 50, 100])
         rows.append(("smallest, median, largest", f"{low:,.0f}, {median:,.0f}, {high:,.0f}"))
     if "tokenizer" in about:
         rows.append(("tokenizer", f"{about['tokenizer']['name']} ({about['tokenizer']['vocab_size']:,} ids)"))
     if about.get("text_bytes"):
-        rows.append(("bytes of text a token", f"{about['text_bytes'] / max(1, len(source.tokens)):.2f}"))
+        rows.append(("bytes of text per token", f"{about['text_bytes'] / max(1, len(source.tokens)):.2f}"))
     for name in ("special_tokens_in_text", "empty_documents", "skipped_documents"):
         if about.get(name):
             rows.append((name.replace("_", " "), f"{about[name]:,}"))
@@ -181,6 +182,16 @@ def stats(source: Indexed, shares: Sequence[float], context: int) -> list[tuple[
     return [*rows, ("parts", note)] if note else rows
 
 
+def check_set_tokenizer(source: Indexed, tokenizer: Tokenizer, whose: str) -> None:
+    """Refuse ids that another tokenizer made: they are numbers without meaning to the model."""
+    about = (source.description or {}).get("tokenizer")
+    if about and about["sha256"] != fingerprint(tokenizer) and not same_tokenizer(set_tokenizer(source), tokenizer):
+        raise UserError(
+            f"{source.prefix} was prepared with the tokenizer {about['name']}, which is not that of {whose}: "
+            "prepare the text with the model's own (prepare --tokenizer FOLDER), or give the set that belongs to it"
+        )
+
+
 def set_tokenizer(source: Indexed) -> Tokenizer:
     """The tokenizer that the description of a set names; a copy of any but the built-in ones stands beside the set."""
     if not source.description or "tokenizer" not in source.description:
@@ -188,7 +199,7 @@ def set_tokenizer(source: Indexed) -> Tokenizer:
     about = source.description["tokenizer"]
     copy = indexed.description_path(source.prefix).with_suffix(".tokenizer.json")
     if copy.exists():
-        found: Tokenizer = FileTokenizer(copy.read_text(encoding="utf-8"), about["name"], about["end_of_document"])
+        found: Tokenizer = FileTokenizer(read_text(copy), about["name"], about["end_of_document"])
     else:
         found = load_tokenizer(about["name"])
     if fingerprint(found) != about["sha256"]:

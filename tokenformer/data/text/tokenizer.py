@@ -114,6 +114,19 @@ class FileTokenizer:
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
+def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two give the same ids: by their files, or by these as the library writes them."""
+    from tokenizers import Tokenizer as Library
+
+    def plain(tokenizer: Tokenizer) -> str:
+        inner = Library.from_str(tokenizer.to_json())
+        inner.no_truncation()
+        inner.no_padding()
+        return inner.to_str()
+
+    return fingerprint(one) == fingerprint(other) or plain(one) == plain(other)
+
+
 def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
 

@@ -1,7 +1,7 @@
 """The model as transformers knows it: a config with our keys, and a causal language model that holds the native one.
 
-Unusual: blocks stay native, their caches and masks are transformers' own behind our contract (`HFCache`); in training
-with labels no logits are made. `hub/remote.py` writes a file from this one that needs torch and transformers alone.
+Unusual: blocks stay native, their caches are transformers' own behind our contract (`HFCache`); in training with
+labels no logits are made. `hub/remote.py` writes a file from this one that needs torch and transformers alone.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from tokenformer.files import write_text
 from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
 from tokenformer.models.init import initial
 from tokenformer.models.language import LanguageModel
-from tokenformer.models.layers import Block
+from tokenformer.models.trunk import Block
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -89,17 +89,17 @@ class HFBlock(GradientCheckpointingLayer, Block):
 
 
 class HFCache:
-    """transformers' cache, or none, and the mask, as our models know them."""
+    """transformers' cache as our models know one."""
 
-    def __init__(self, past: Any, mask: Tensor | None) -> None:
-        self.past, self.mask = past, mask
+    def __init__(self, past: Any) -> None:
+        self.past = past
 
     @property
     def length(self) -> int:
-        return 0 if self.past is None else self.past.get_seq_length()
+        return self.past.get_seq_length()
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return (k, v) if self.past is None else self.past.update(k, v, layer)
+        return self.past.update(k, v, layer)
 
 
 class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -144,6 +144,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -154,10 +155,11 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         """As every causal model of transformers: `labels` are not shifted, `num_items_in_batch` divides the loss.
 
         `skip_logits`: with labels make no logits, the loss comes in chunks; by default so in training.
-        `inputs_embeds` and `output_attentions` are refused: the model reads ids, and fused attention keeps no weights.
+        `output_attentions` is refused: fused attention keeps no weights.
         """
-        if input_ids is None or kwargs.get("inputs_embeds") is not None:
-            raise UserError("inputs_embeds cannot be given to a TokenFormer, which reads token ids: give input_ids")
+        given = inputs_embeds if input_ids is None else input_ids
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            raise UserError("the model reads input_ids or inputs_embeds: give one of them")
         if kwargs.get("output_attentions") or self.config.output_attentions:
             raise UserError("output_attentions is not possible, since fused attention keeps no weights: leave it out")
         past, targets = past_key_values, kwargs.get("shift_labels")
@@ -172,11 +174,13 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache and past is None:
             past = DynamicCache(config=self.config)
         if position_ids is None and past is not None:
-            position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device) + past.get_seq_length()
-        mask = self._mask(input_ids, attention_mask, position_ids, past)
+            position_ids = torch.arange(given.shape[1], device=given.device) + past.get_seq_length()
         inputs: dict[str, Any] = {
+            "ids": input_ids,
+            "embeddings": inputs_embeds,
             "positions": position_ids,
-            "cache": None if past is None and mask is None else HFCache(past, mask),
+            "mask": self._mask(given, attention_mask, position_ids, past),
+            "cache": None if past is None else HFCache(past),
         }
         skip_logits = targets is not None and (self.training if skip_logits is None else skip_logits)
         logits: Any = None
@@ -184,9 +188,9 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         count: Any = None
         with self._states(output_hidden_states) as states:
             if skip_logits:
-                _, loss, count = self.model(input_ids, labels=targets, **inputs)
+                _, loss, count = self.model(labels=targets, **inputs)
             else:
-                hidden = self.model.hidden(input_ids, **inputs)
+                hidden = self.model.hidden(**inputs)
                 if targets is None:
                     hidden = hidden[
                         :, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -202,11 +206,12 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=past, hidden_states=cast(Any, tuple(states) or None)
         )
 
-    def _mask(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:
+    def _mask(self, given: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:
         """None (causal: flash attention) where nothing else is asked for, else what each position sees."""
         seen: Any = create_causal_mask(
             config=self.config,
-            inputs_embeds=torch.empty((*ids.shape, 0), dtype=self.dtype, device=ids.device),  # shape and type alone
+            # its shape and type alone are looked at
+            inputs_embeds=torch.empty((*given.shape[:2], 0), dtype=self.dtype, device=given.device),
             attention_mask=mask,
             past_key_values=past,
             position_ids=positions if positions is None or positions.ndim == 2 else positions[None],

@@ -1,0 +1,212 @@
+"""The trunk of every model: blocks of attention and feed-forward, then a norm, causal or not.
+
+Unusual: what a block may know beside its input is one `View`; a block draws no random numbers (what is recomputed in
+backward would draw others). Legend: B batch, T positions, D dim, H heads, C head_dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer.config import ModelConfig
+from tokenformer.errors import UserError
+from tokenformer.models.cost import Cost, cost
+from tokenformer.models.layers import (
+    Linear,
+    Norm,
+    Pattention,
+    called,
+    called_one_by_one,
+    hooked,
+    per_sample,
+    project,
+    projection,
+    readable,
+)
+from tokenformer.models.names import ONE, ZERO, Role
+from tokenformer.ops.attention import attention
+from tokenformer.ops.pattention import backend, fused
+from tokenformer.ops.rotary import angles, rotate
+
+
+class AnyCache(Protocol):
+    """What a key/value cache must be: how many positions it holds, and what takes new ones and returns all."""
+
+    @property
+    def length(self) -> int: ...
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Cache:
+    """The reference cache: it appends."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[-2] if self.layers else 0
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer in self.layers:
+            k, v = (torch.cat(pair, dim=-2) for pair in zip(self.layers[layer], (k, v), strict=True))
+        self.layers[layer] = (k, v)
+        return k, v
+
+
+class View(NamedTuple):
+    """What a block may know beside its input. It never crosses a pipeline boundary: each stage makes its own."""
+
+    rotary: tuple[Tensor, Tensor] | None = None  # cos and sin of the positions; None: without positions
+    causal: bool = True
+    documents: Tensor | None = None  # (B, T): positions see only their own document
+    mask: Tensor | None = None  # (B or 1, H or 1, T, S), True = is seen; instead of causal
+    switches: Mapping[str, Tensor] | None = None  # name → (B,) weights of that switch's segments in each sample
+    drop: Tensor | None = None  # (layers, 2, B): factors of each block's two branches; a block gets its own (2, B)
+    cache: AnyCache | None = None
+
+
+class Attention(nn.Module):
+    """Attention between data tokens."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        d_kv = (config.kv_heads or config.heads) * config.head_dim
+        self.query = projection(config, layer, "qkv", config.dim)
+        self.key = projection(config, layer, "qkv", d_kv)
+        self.value = projection(config, layer, "qkv", d_kv)
+        self.proj = projection(config, layer, "proj", config.dim)
+
+    def forward(self, x_BTD: Tensor, view: View) -> Tensor:
+        return called(self.proj, self.attend(self.qkv(x_BTD, view), view), view.switches)
+
+    def attend(self, qkv: Sequence[Tensor], view: View) -> Tensor:
+        """q, k and v (B, T, D) → what each position sees (B, T, D)."""
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in qkv)  # (B, T, H, C): so it stays in memory
+        if view.rotary is not None:
+            q, k = rotate(q, *view.rotary, heads=2), rotate(k, *view.rotary, heads=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if view.cache is not None:
+            k, v = view.cache.update(self.layer, k, v)
+        seen = attention(q, k, v, causal=view.causal, documents_BT=view.documents, mask=view.mask)
+        return seen.transpose(1, 2).flatten(2)
+
+    def qkv(self, x: Tensor, view: View) -> Sequence[Tensor]:
+        return project(x, [self.query, self.key, self.value], view.switches)
+
+
+class MLP(nn.Module):
+    """The feed-forward layer of the baselines: GELU, or SwiGLU with a gate."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Linear(config.dim, config.mlp_dim) if config.kind == "llama" else None
+        self.up = Linear(config.dim, config.mlp_dim)
+        self.down = Linear(config.mlp_dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x)))
+        gate, up = project(x, [self.gate, self.up])
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each added to the stream. The config's kind chooses what the projections are."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = Norm(config, affine=False), Norm(config, affine=False)
+        self.attention = Attention(config, layer)
+        self.ffn = projection(config, layer, "ffn", config.dim) if config.kind == "tokenformer" else MLP(config)
+
+    def forward(self, x: Tensor, view: View) -> Tensor:
+        if self.fuses(x, view):
+            return self.fused_forward(x, view)
+        branch = self.attention(self.attention_norm(x), view)
+        x = x + (branch if view.drop is None else branch * per_sample(view.drop[0], x))
+        branch = called(self.ffn, self.ffn_norm(x), view.switches)
+        return x + (branch if view.drop is None else branch * per_sample(view.drop[1], x))
+
+    def fuses(self, x: Tensor, view: View) -> bool:
+        """Whether `fused_forward` computes the same, and gains by it: training on kernels."""
+        plain = type(self.ffn) is Pattention and self.ffn.theta == "l2_norm_gelu" and view.drop is None
+        if not (plain and x.requires_grad and backend(x) == "triton"):
+            return False
+        a = self.attention
+        layers = (a.query, a.key, a.value, a.proj, self.ffn)
+        if any(map(hooked, (self.attention_norm, self.ffn_norm, a))) or not all(map(readable, layers)):
+            return not called_one_by_one()
+        switched = [cast(Pattention, layer).switch for layer in layers]
+        return all("" in names for names in switched) and not any(
+            name in names for names in switched for name in view.switches or ()
+        )
+
+    def fused_forward(self, x: Tensor, view: View) -> Tensor:
+        """Without norms and sums: l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels
+
+        is taken out ignore its mean, so nothing of LayerNorm is left; a product adds to the stream what it makes.
+        """
+        a, theta = self.attention, "l2_norm_gelu"
+        layers = cast(Sequence[Pattention], (a.query, a.key, a.value, a.proj, self.ffn))
+        query, key, value, proj, ffn = (layer.parts(None) for layer in layers)
+        turn = (None, None, 0) if view.rotary is None else (*(t.flatten(0, -2) for t in view.rotary), a.head_dim)
+        *qkv, x = fused(x, [query, key, value], theta, centred=True, onto="fork", turn=turn)
+        (x,) = fused(a.attend(qkv, view._replace(rotary=None)), [proj], theta, onto="residual", residual=x)
+        return fused(x, [ffn], theta, centred=True, onto="input")[0]
+
+
+class Trunk(nn.Module):
+    """Blocks and the final norm. A model is a trunk with ends of its own, or holds several."""
+
+    ends: ClassVar[Mapping[str, Role]] = {"norm.weight": ONE, "norm.bias": ZERO}  # what lies outside the blocks
+
+    def __init__(self, config: ModelConfig, **first: nn.Module) -> None:
+        """`first` are modules that stand before the blocks, such as an embedding: the order of a model's parameters
+
+        is the order in which norms over all of them are summed.
+        """
+        super().__init__()
+        self.config = config.resolved()
+        self.compute_dtype: torch.dtype | None = None  # None: as the parameters
+        self.history: list[dict] = []  # the growths that led to this model
+        for name, module in first.items():
+            self.add_module(name, module)
+        self.blocks = nn.ModuleList(Block(self.config, layer) for layer in range(config.layers))
+        self.norm = Norm(config, affine=True)
+
+    def view(self, x_BTD: Tensor, positions: Tensor | None = None, **known: Any) -> View:
+        """What the blocks may know about x: `positions` (T,) or (B, T), absent = those after what the cache holds; the
+
+        rest are fields of a View.
+        """
+        if positions is None:
+            start = 0 if known.get("cache") is None else known["cache"].length
+            positions = torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)
+        return View(angles(positions, self.config.rotary_dims, self.config.rotary_base, x_BTD.dtype), **known)
+
+    def run(self, x_BTD: Tensor, view: View) -> Tensor:
+        """Through all blocks and the final norm; of a pipeline's stage, those that it holds."""
+        if view.switches is not None:
+            unknown = set(view.switches) - self.config.switch_names()
+            if unknown:
+                raise UserError(f"the model has no switch '{unknown.pop()}': model.switch names them")
+        for block in self.blocks.children():
+            if view.drop is None:
+                x_BTD = block(x_BTD, view)
+            else:
+                x_BTD = block(x_BTD, view._replace(drop=view.drop[cast(Block, block).attention.layer]))
+        return x_BTD if self.norm is None else self.norm(x_BTD)
+
+    def trunks(self) -> dict[str, "Trunk"]:
+        """The trunks of a model, by the prefix of their parameters' names."""
+        return {"": self}
+
+    def cost(self) -> Cost:
+        """Parameters, FLOPs and cache bytes of this model."""
+        return cost(self.config)
