@@ -15,6 +15,7 @@ from tests.train.another import Match, Pair
 from tests.train.conftest import child_environment, result, same
 from tokenformer.config import load
 from tokenformer.errors import UserError
+from tokenformer.models.init import initial
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
 
@@ -24,7 +25,8 @@ model:
   of: pair
   trunks:
     image: {layers: 2, dim: 16, heads: 2, qkv_tokens: 12, proj_tokens: 9, ffn_tokens: 24, context: 4, vocab: 1}
-    text: {layers: 1, dim: 16, heads: 2, qkv_tokens: 10, proj_tokens: 10, ffn_tokens: 20, context: 3, vocab: 16}
+    text: {layers: 1, dim: 16, heads: 2, qkv_tokens: 10, proj_tokens: 10, ffn_tokens: [20, 8], context: 3, vocab: 16,
+           switch: {ffn: ["", odd]}}
 steps: 12
 batch: 8
 micro_batch: 2
@@ -90,6 +92,11 @@ def test_it_learns_and_its_run_is_told_in_its_own_units(file, tmp_path, kind, ca
     last = [row for row in rows if row["kind"] == "train"][-1]
     assert last["pairs"] == 60 * 32 and last["pairs_per_second"] > 0 and "tokens" not in last
     assert run.model.scale.item() != 0.5
+    x, changed = torch.randn(2, 3, 16).unbind()
+    changed = torch.cat([x[:2], changed[2:]])[None]
+    for trunk, sees in ((run.model.image, True), (run.model.text, False)):  # the last position from the first one
+        first = [trunk.run(y, trunk.view(y, causal=trunk.causal))[0, 0] for y in (x[None], changed)]
+        assert torch.equal(*first) != sees
     said = capsys.readouterr().out
     assert "32 pairs per step" in said and "pairs/s" in said
     sample = next(row for row in rows if row["kind"] == "sample")
@@ -97,6 +104,20 @@ def test_it_learns_and_its_run_is_told_in_its_own_units(file, tmp_path, kind, ca
     groups = run.optimizer.state_by_name()
     matrices = {name for name, entry in groups.items() if "momentum" in entry}
     assert ("image.blocks.1.ffn.segments.0.key_tokens" in matrices) == (kind == "muon") and "scale" not in matrices
+
+
+def test_the_segment_of_a_switch_counts_and_learns_in_half_of_the_samples(file, tmp_path):
+    trainer = train(file, tmp_path / "run")
+    text, keys = trainer.model.text, trainer.model.text.blocks[0].ffn.segments[1].key_tokens
+    name, seed = "text.blocks.0.ffn.segments.1.key_tokens", trainer.config.seed
+    began = initial(name, tuple(keys.shape), trainer.model.config, seed, trainer.model.ends)
+    assert not torch.isclose(keys, began).any()
+    words = torch.arange(16)[:, None].expand(16, 3)
+    odd = words[:, 0] % 2 == 1
+    on, off = text(words, odd=odd), text(words)
+    assert torch.equal(on[~odd], off[~odd]) and not torch.isclose(on[odd], off[odd]).all(1).any()
+    (gradient,) = torch.autograd.grad(on[~odd].sum(), keys)
+    assert not gradient.any()
 
 
 @pytest.mark.multi

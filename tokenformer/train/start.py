@@ -31,8 +31,9 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
             raise UserError(f"start (official: pretrain_partial_init): {error}") from None
     for name, tensor in given.items():
         own = mine.get(name)
-        fits = own is not None and own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor)
-        if own is None or not fits or (own.shape != tensor.shape and not parse(name, model.ends).token):
+        longer = own is not None and own.ndim == tensor.ndim == 2 and own.shape[1:] == tensor.shape[1:]
+        fits = longer and len(own) >= len(tensor) and parse(name, model.ends).token
+        if own is None or not (fits or own.shape == tensor.shape):
             raise UserError(
                 f"start: {name} of {start} is {list(tensor.shape)}, which does not fit into this model's "
                 f"{'missing one' if own is None else list(own.shape)}: only the number of parameter tokens may differ"
@@ -41,7 +42,7 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
     def values(name: str, shape: tuple[int, ...]) -> Tensor:
         made = initial(name, shape, model_config, config.seed, model.ends)
         if name in given:
-            made[: len(given[name])] = given[name]
+            made[tuple(slice(n) for n in given[name].shape)] = given[name]
         return made
 
     return values
