@@ -25,7 +25,7 @@ from tokenformer.config import ModelConfig, load
 from tokenformer.models.cost import cost
 from tokenformer.ops.cross_entropy import ROWS
 from tokenformer.ops.kernels.pattention import padded
-from tokenformer.parallel.estimate import TIMES
+from tokenformer.parallel.traffic import TIMES
 
 
 def shapes(c: ModelConfig, rows: int) -> Iterator[tuple[str, int, int, int]]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from tokenformer import LanguageModel, ModelConfig, grow, shrink
+from tokenformer import ModelConfig, grow, shrink
 from tokenformer.config_train import OptimizerConfig
 from tokenformer.growth import Growth, follow, merge_segments, plan_for
 from tokenformer.growth.state import grow_state
 from tokenformer.growth.verify import loss, verify
+from tokenformer.models import build
 from tokenformer.parallel.layout import Layout
 from tokenformer.train.optim import Optimizer
 
@@ -98,7 +99,7 @@ def main() -> None:
     print(" new : old updates, keys at step 1 / 2 / 5 / 10 / 20 / 40 | values |\n|" + "---|" * 6)
     for name, recipe in RECIPES.items():
         if recipe.kind not in bases:
-            base = LanguageModel(BASE, seed=0)
+            base = build(BASE)
             optimizer = Optimizer(Layout(base), recipe)
             bases[recipe.kind] = base, optimizer, train(base, optimizer, text, 0, STEPS)
         base, optimizer, before = bases[recipe.kind]

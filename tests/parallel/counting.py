@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tokenformer.config import load
-from tokenformer.parallel.estimate import Planner, Rank
+from tokenformer.parallel.traffic import Cut, Rank, sent
 from tokenformer.train.trainer import Trainer
 
 
@@ -48,9 +48,9 @@ def count(out: str, file: str, settings: list[str]) -> None:
             loss.backward()
             found["backward"] = {str(k).split(".")[-1]: n for k, n in comm.get_comm_counts().items()}
     trainer.layout.clear()
-    with Bytes() as sent:
+    with Bytes() as moved:
         trainer.stopping()
         trainer.train_step()
     here = Rank(place.pipeline, place.data_rank, place.token)
-    found["counted"], found["formula"] = sent.total, Planner(trainer.config).sent(place.degrees, here)
+    found["counted"], found["formula"] = moved.total, sent(Cut(trainer.config), place.degrees, here)
     Path(f"{out}-{place.rank}.json").write_text(json.dumps(found))

@@ -151,7 +151,7 @@ def text_ids(path: Path, opened: "Opened", tokens: int) -> "Tensor":
     if len(text) <= 16 * tokens:  # short: from its beginning, row after row
         whole = encoder.encode(text)
         encoded = [whole[i : i + length] for i in range(0, len(whole), length)][:rows]
-    else:  # a row begins in each piece; 8 characters a token are enough for it
+    else:  # a row begins in each piece; 8 characters per token are enough for it
         piece = len(text) // rows
         encoded = [encoder.encode(text[i : i + 8 * length])[:length] for i in range(0, piece * rows, piece)]
     return _rows(encoded, length, path)
