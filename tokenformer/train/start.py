@@ -31,9 +31,10 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
             raise UserError(f"start (official: pretrain_partial_init): {error}") from None
     for name, tensor in given.items():
         own = mine.get(name)
-        longer = own is not None and own.ndim == tensor.ndim == 2 and own.shape[1:] == tensor.shape[1:]
-        fits = longer and len(own) >= len(tensor) and parse(name, model.ends).token
-        if own is None or not (fits or own.shape == tensor.shape):
+        fits = own is not None and own.shape == tensor.shape
+        if own is not None and parse(name, model.ends).token:  # the rows of a smaller model are the first ones
+            fits = own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor)
+        if not fits:
             raise UserError(
                 f"start: {name} of {start} is {list(tensor.shape)}, which does not fit into this model's "
                 f"{'missing one' if own is None else list(own.shape)}: only the number of parameter tokens may differ"
