@@ -1,6 +1,7 @@
 """The laws of the house: who may import whom, what is imported lazily, how long importing takes, how long files are."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,25 @@ def test_the_law_would_catch_a_forbidden_import(tmp_path):
 def test_an_optional_library_is_imported_in_one_file_at_most(library):
     users = [p.relative_to(PACKAGE) for p in files() if any(n.split(".")[0] == library for n in imports(p))]
     assert len(users) <= 1 or {str(p.parent) for p in users} == {"hub/hf"}, users
+
+
+def outside_models() -> list[tuple[str, str]]:
+    paths = [path for path in files() if "models" not in path.relative_to(PACKAGE).parts]
+    return [(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def test_only_models_makes_a_language_model():
+    """Doctests neither: `models.build` makes the model that a config describes."""
+    assert [name for name, text in outside_models() if re.search(r"(?<!class )(?<!Token)\bLanguageModel\(", text)] == []
+
+
+def test_only_models_names_reads_parameter_names():
+    """`hub/official*` reads the official code's own names."""
+    reads = re.compile(
+        r"""(startswith|endswith|compile|match|search)\(\(?f?r?["'][^"']*(blocks|_tokens|\.weight|\.bias)"""
+    )
+    found = [name for name, text in outside_models() if reads.search(text)]
+    assert [name for name in found if not name.startswith("hub/official")] == []
 
 
 def test_no_file_is_longer_than_one_idea():
