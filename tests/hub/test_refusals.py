@@ -504,3 +504,16 @@ def test_half_a_surrogate_pair_is_one_sentence(originals, tmp_path, capsys):
     refused(capsys, "generate", ours, "--prompt", "a\udc80", "--device", "cpu")
     (tmp_path / "in.jsonl").write_text('"\\ud800"\n')
     refused(capsys, "generate", ours, "--input-file", tmp_path / "in.jsonl", "--device", "cpu")
+
+
+def test_prompts_without_an_end_are_refused(originals, capsys):
+    said = refused(capsys, "generate", originals / "ours", "--input-file", "/dev/zero", "--device", "cpu")
+    assert "give fewer at a time" in said
+
+
+def test_a_tokenizer_does_not_come_back_as_a_message(folder, capsys):
+    hf = folder("hf", manifest=False)
+    raw = json.loads((hf / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["a"] = "y" * 70_000
+    (hf / "tokenizer.json").write_text(json.dumps(raw))
+    refused(capsys, *write(hf))

@@ -67,6 +67,9 @@ class Request:
         return [Prompt("", f"text {i}") for i in range(1, self.num_samples + 1)]
 
 
+MOST = 1 << 26  # a file may be a device without an end
+
+
 def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
     """Prompts of a file (or of standard input: -), stripped, empty ones left out; of a .jsonl file the strings, or
     their `prompt`, `context` or `text`, as they are. They are called by the line that they begin on, from 1.
@@ -75,11 +78,13 @@ def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
     where = "standard input" if pipe else str(path)
     try:
         with open(0 if pipe else path, encoding="utf-8-sig", closefd=not pipe) as file:
-            text = file.read()
+            text = file.read(MOST + 1)
     except OSError as error:
         raise UserError(f"the prompts {path} cannot be read ({error.strerror}): check the name") from None
     except UnicodeDecodeError:
         raise UserError(f"the prompts of {where} are not UTF-8 text: convert them") from None
+    if len(text) > MOST:
+        raise UserError(f"{where} holds more than the {MOST:,} characters that prompts may have: give fewer at a time")
     prompts, line, between = [], 1, "\n" if lines else separator
     for piece in text.split(between):
         space = len(piece) - len(piece.lstrip())

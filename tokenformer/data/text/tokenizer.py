@@ -82,7 +82,9 @@ class FileTokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises plain Exceptions, and panics that are not even these
-            raise UserError(f"{name} is not a tokenizer.json ({error}): give the file or folder of one") from None
+            raise UserError(
+                f"{name} is not a tokenizer.json ({str(error)[:150]}): give the file or folder of one"
+            ) from None
         self._inner.no_truncation()
         self._inner.no_padding()
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
