@@ -3,6 +3,7 @@
 Legend of a file: JSON lines (also .xz); the fields are those that docs/evaluation.md lists.
 """
 
+import io
 import json
 import lzma
 import math
@@ -18,6 +19,8 @@ from tokenformer.errors import UserError
 from tokenformer.eval.ranks import spread
 from tokenformer.infer.packed import Packed
 from tokenformer.infer.scoring import Scored, score
+
+LARGEST = 64 * 10**6  # bytes of a file, unpacked
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,16 @@ def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[d
     path = task_file(name, folder)
     rows = []
     try:
-        with (lzma.open if path.suffix == ".xz" else open)(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if limit is not None and len(rows) >= limit:
-                    break
-                if not line.isspace():
-                    rows.append(json.loads(line))
-                    _check_row(TASKS[name], rows[-1], f"{path}, line {number}")
+        with (lzma.open if path.suffix == ".xz" else open)(path, "rb") as file:
+            raw = file.read(LARGEST + 1)
+        if len(raw) > LARGEST:
+            raise UserError(f"{path} holds more than {LARGEST:,} bytes, and no task has so many: get it anew")
+        for number, line in enumerate(io.StringIO(raw.decode("utf-8")), 1):
+            if limit is not None and len(rows) >= limit:
+                break
+            if not line.isspace():
+                rows.append(json.loads(line))
+                _check_row(TASKS[name], rows[-1], f"{path}, line {number}")
     except (ValueError, lzma.LZMAError, EOFError, RecursionError) as error:
         raise UserError(f"{path} is not JSON lines ({error}): get it anew") from None
     if not rows:
@@ -120,6 +126,8 @@ def _check_row(task: Task, row: Any, where: str) -> None:
         raise UserError(f"{where} lacks {', '.join(missing)}: see docs/evaluation.md")
     try:
         question = task.ask(row)
+        if not all(isinstance(text, str) for pair in question.pairs for text in pair):
+            raise ValueError("what should be a text is none")
         if not 0 <= question.gold < len(question.pairs):
             raise ValueError(f"its right answer is none of the {len(question.pairs)} choices")
         if "acc_norm" in task.measures and not all(question.lengths):

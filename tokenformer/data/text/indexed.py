@@ -160,6 +160,8 @@ class Indexed:
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no plain file: restore it or prepare the set anew")
     try:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
