@@ -22,7 +22,7 @@ DEEP = '{"a":' * 50_000
 def test_a_row_of_a_task_that_is_nested_too_deeply_is_refused(tmp_path):
     write_rows(tmp_path)
     (tmp_path / "lambada_openai_test.jsonl").write_text(DEEP)
-    with pytest.raises(UserError, match="is not JSON lines"):
+    with pytest.raises(UserError, match="nested too deeply"):
         task_rows("lambada_openai", tmp_path)
 
 
@@ -34,11 +34,11 @@ def test_a_row_of_a_task_whose_text_is_none_is_refused(tmp_path, query):
         task_rows("hellaswag", tmp_path)
 
 
-def test_a_task_that_unpacks_to_a_bomb_is_refused(tmp_path):
+@pytest.mark.parametrize("byte", [b"a", b"\n"])
+def test_a_task_that_unpacks_to_a_bomb_is_refused(tmp_path, byte):
     with lzma.open(tmp_path / "piqa_valid.jsonl.xz", "wb", preset=0) as file:
-        for _ in range(13):
-            file.write(b"\n" * 5_000_000)
-    with pytest.raises(UserError, match="holds more than 64,000,000 bytes"):
+        file.write(byte * 5_000_000)
+    with pytest.raises(UserError, match="that a task may have"):
         task_rows("piqa", tmp_path)
 
 
@@ -60,7 +60,7 @@ def test_a_set_whose_tokens_are_a_pipe_is_refused(tmp_path):
 
 def test_a_prompt_that_is_nested_too_deeply_is_refused(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(f'{{"text": "a"}}\n{DEEP}\n')
-    with pytest.raises(UserError, match="line 2 is not JSON"):
+    with pytest.raises(UserError, match="line 2 is nested too deeply"):
         Request(text_gen_type="input-file", sample_input_file=str(tmp_path / "prompts.jsonl")).prompts()
 
 

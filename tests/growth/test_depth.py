@@ -54,7 +54,7 @@ def test_overrides_travel_with_their_blocks():
     from tokenformer.growth.shape import table, with_table
 
     shape = config()
-    uneven = {**table(shape), "ffn": [[(48, 6.0)], [(50, 5.0), (10, 2.0)], [(48, 6.0)]]}
+    uneven = {**table(shape), "ffn": [[(48, 6.0, "")], [(50, 5.0, ""), (10, 2.0, "")], [(48, 6.0, "")]]}
     model = lively(with_table(shape, uneven), dtype=torch.float64)
     bigger = grow(model, layers=5, positions=[0, 1])
     assert bigger.config.segments("ffn", 3) == [(50, 5.0), (10, 2.0)] and moved(model, bigger) <= 1e-12

@@ -7,7 +7,11 @@ from hypothesis import strategies as st
 from tokenformer.config import PROJECTIONS
 from tokenformer.growth.shape import table, with_table
 
-SEGMENTS = st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1.0, 2.5, 3.0])), min_size=1, max_size=3)
+SEGMENTS = st.lists(
+    st.tuples(st.integers(1, 9), st.sampled_from([1.0, 2.5, 3.0]), st.sampled_from(["", "image"])),
+    min_size=1,
+    max_size=3,
+)
 
 
 @given(

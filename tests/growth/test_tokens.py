@@ -206,3 +206,22 @@ def test_the_pure_function_needs_no_model():
     bigger = build(result.config)
     bigger.load_state_dict(result.tensors)
     assert moved(model, bigger) <= 5e-6
+
+
+@pytest.mark.parametrize("how", [{"ffn_tokens": 90}, {"ffn_tokens": 90, "new_tokens": "zero_key"}, {"layers": 4}])
+def test_switches_stay_with_their_segments(how):
+    shape = config(ffn_tokens=[48, 12], switch={"ffn": ["", "image"]}, layer_overrides={})
+    model = lively(shape, dtype=torch.float64)
+    bigger = grow(model, **how)
+    layers = range(bigger.config.layers)
+    names = ["", "image", ""] if how == {"ffn_tokens": 90} else ["", "image"]
+    assert all(bigger.config.switches("ffn", layer) == names for layer in layers)
+    assert moved(model, bigger) <= 1e-12
+    ids = random_ids()
+    on = {"image": torch.tensor([0.0, 1.0, 0.5], dtype=torch.float64)}
+    with torch.no_grad():
+        before, after = (m(ids, switches=on).logits for m in (model, bigger))
+    assert ((before - after).abs().max() / before.abs().max()).item() <= 1e-12
+    assert not torch.allclose(before, model(ids).logits)
+    small = tokenformer.shrink(bigger, by="newest", ffn_tokens=50, tau="hold")
+    assert small.config.switches("ffn", 0) == ["", "image"]

@@ -338,7 +338,7 @@ def test_weights_given_to_train_are_begun_with(config_file, tmp_path, capsys):  
     assert all(torch.equal(p, q) for p, q in zip(began.parameters(), before.parameters(), strict=True))
     assert main(["train", str(run), "steps=1", "--out", str(tmp_path / "run2")]) == 0  # its growth is behind it
     assert tokenformer.load(tmp_path / "run2").config == trained.config
-    assert main(["train", str(run), "start=null", "steps=1", "--out", str(tmp_path / "run3")]) == 0
+    assert main(["train", str(run), "start=null", "growth=[]", "steps=1", "--out", str(tmp_path / "run3")]) == 0
     assert tokenformer.load(tmp_path / "run3").config != trained.config  # the first model of the plan
     assert main(["train", str(run), "--resume", "steps=5"]) == 0 and main(["train", str(on), "--resume"]) == 0
     again = ["train", str(grown), *more, "--out", str(on), "--resume"]  # as a job script says it each time
@@ -424,3 +424,83 @@ def test_a_generation_file_replaces_nothing(originals, tmp_path, capsys):
     (tmp_path / "text.yml").write_text(settings)
     said = refused(capsys, "generate", originals / "ours", tmp_path / "text.yml", "--device", "cpu")
     assert "is there already" in said and (tmp_path / "mine").read_text() == "mine"
+
+
+# States, sets, tasks and prompts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.clear(),
+        lambda state: state.update(step=4),
+        lambda state: state.update(step="3"),
+        lambda state: state.update(growth=[]),
+        lambda state: state.update(growth={"steps": 7}),
+        lambda state: state.update(loader={}),
+        lambda state: state.update(loader=7),
+        lambda state: state.update(guard=None),
+        lambda state: state.update(totals={"seconds": "x"}),
+        lambda state: state.update(rng={"cpu": [1, 2]}),
+        lambda state: state.update(rng={"cpu": ["x"]}),
+        lambda state: state.pop("spikes"),
+    ],
+)
+def test_a_state_that_is_not_ours_is_one_sentence(config_file, tmp_path, capsys, change):  # noqa: F811
+    run = tmp_path / "run"
+    assert main(["train", str(config_file), "--out", str(run), "steps=3"]) == 0
+    checkpoint = run / "checkpoints" / "step-00000003"
+    state = json.loads((checkpoint / "state.json").read_text())
+    change(state)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    remade(checkpoint)
+    capsys.readouterr()
+    assert main(["train", str(run), "--resume", "steps=4"]) == 2
+    said = capsys.readouterr().err
+    assert "state" in said and said.count("\n") == 1
+
+
+def test_a_fifo_in_a_set_is_not_waited_for(prepared, config_file, tmp_path, capsys):  # noqa: F811
+    for path in prepared.parent.iterdir():
+        shutil.copy(path, tmp_path)
+    stream = next(tmp_path.glob("*.bin"))
+    stream.unlink()
+    os.mkfifo(stream)
+    for path in tmp_path.glob("*.json"):
+        path.unlink()  # without a description nothing else looks
+    refused(capsys, "train", config_file, f"data.path={stream.with_suffix('')}", "--out", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"query": "a", "choices": ["b", "c"], "gold": -Infinity}',
+        '{"query": 1.5, "choices": ["b", "c"], "gold": 0}',
+        '{"query": "a", "choices": [1, 2], "gold": 0}',
+        '{"query": "a", "choices": "bc", "gold": [0]}',
+        '{"query": "\\ud800", "choices": ["b", "c"], "gold": 0}',
+        '{"query": "a", "query": "b", "choices": ["b", "c"], "gold": 0}',
+        "[" * 100_000,
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_one_sentence(originals, tmp_path, capsys, row):
+    (tmp_path / "hellaswag_val.jsonl").write_text(row + "\n")
+    more = ["--tasks", "hellaswag", "--data-dir", tmp_path, "--native", "--device", "cpu"]
+    assert "line 1" in refused(capsys, "eval", originals / "ours", *more)
+
+
+def test_a_packed_task_cannot_fill_memory(originals, tmp_path, capsys):
+    import lzma
+
+    with lzma.open(tmp_path / "hellaswag_val.jsonl.xz", "wb", preset=0) as file:
+        for _ in range(100):
+            file.write(b" " * (1 << 20))
+    more = ["--tasks", "hellaswag", "--data-dir", tmp_path, "--native", "--device", "cpu"]
+    assert "MB that a task may have" in refused(capsys, "eval", originals / "ours", *more)
+
+
+def test_half_a_surrogate_pair_is_one_sentence(originals, tmp_path, capsys):
+    ours = originals / "ours"
+    refused(capsys, "generate", ours, "--prompt", "a\udc80", "--device", "cpu")
+    (tmp_path / "in.jsonl").write_text('"\\ud800"\n')
+    refused(capsys, "generate", ours, "--input-file", tmp_path / "in.jsonl", "--device", "cpu")

@@ -1,6 +1,7 @@
 """A model, a source and a task that the package does not know: does a word belong to a picture?
 
-Two trunks, one of them not causal, and ends of their own. No test in here; test_another_model.py trains it.
+Two trunks, one of them not causal, with ends of their own; a segment of one counts for odd words alone. No test in
+here; test_another_model.py trains it.
 """
 
 from types import SimpleNamespace
@@ -12,30 +13,22 @@ from torch import Tensor, nn
 from tokenformer.config import ModelConfig
 from tokenformer.data.loader import Loader
 from tokenformer.data.source import Field
-from tokenformer.models.layers import Block, Linear, Norm
-from tokenformer.models.names import INWARD, ONE, TABLE, ZERO, own
-from tokenformer.ops.rotary import angles
+from tokenformer.models.layers import Linear
+from tokenformer.models.names import INWARD, TABLE, own
+from tokenformer.models.trunk import Trunk
 from tokenformer.train.task import Task
 
-NORMS = {f"{trunk}.norm.{leaf}": r for trunk in ("image", "text") for leaf, r in (("weight", ONE), ("bias", ZERO))}
 
-
-class Tower(nn.Module):
-    """Blocks and their norm over whatever was embedded."""
+class Tower(Trunk):
+    """A trunk over whatever was embedded."""
 
     def __init__(self, config: ModelConfig, causal: bool) -> None:
-        super().__init__()
-        self.config, self.causal, self.compute_dtype = config, causal, None
-        self.embedding = nn.Embedding(config.vocab, config.dim) if causal else Linear(6, config.dim)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.norm = Norm(config, affine=True)
+        super().__init__(config, embedding=nn.Embedding(config.vocab, config.dim) if causal else Linear(6, config.dim))
+        self.causal = causal
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **switches: Tensor) -> Tensor:
         x = self.embedding(x).to(self.compute_dtype)
-        rotary = angles(torch.arange(x.shape[1]), self.config.rotary_dims, self.config.rotary_base, x.dtype)
-        for block in self.blocks:
-            x = block(x, rotary)
-        return self.norm(x).mean(1)
+        return self.run(x, self.view(x, causal=self.causal, switches=switches)).mean(1)
 
 
 class Pair(nn.Module):
@@ -47,14 +40,15 @@ class Pair(nn.Module):
         self.image = Tower(self.config.trunks["image"], causal=False)
         self.text = Tower(self.config.trunks["text"], causal=True)
         self.scale = nn.Parameter(torch.empty(()))
-        self.ends = {**NORMS, "image.embedding.weight": INWARD, "text.embedding.weight": TABLE, "scale": own(0.5)}
+        self.ends = {f"{trunk}{name}": role for trunk in self.trunks() for name, role in Trunk.ends.items()}
+        self.ends |= {"image.embedding.weight": INWARD, "text.embedding.weight": TABLE, "scale": own(0.5)}
         self.entries = ("features",)
 
     def forward(self, pixels: Tensor, words: Tensor) -> Tensor:
         return self.scale * torch.mul(*self.features(pixels, words)).sum(-1)
 
     def features(self, pixels: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        return self.image(pixels.to(self.scale.dtype)), self.text(words)
+        return self.image(pixels.to(self.scale.dtype)), self.text(words, odd=words[:, 0] % 2)
 
     def trunks(self) -> dict[str, nn.Module]:
         return {"image.": self.image, "text.": self.text}

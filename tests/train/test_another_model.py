@@ -15,6 +15,7 @@ from tests.train.another import Match, Pair
 from tests.train.conftest import child_environment, result, same
 from tokenformer.config import load
 from tokenformer.errors import UserError
+from tokenformer.models.init import initial
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
 
@@ -24,7 +25,8 @@ model:
   of: pair
   trunks:
     image: {layers: 2, dim: 16, heads: 2, qkv_tokens: 12, proj_tokens: 9, ffn_tokens: 24, context: 4, vocab: 1}
-    text: {layers: 1, dim: 16, heads: 2, qkv_tokens: 10, proj_tokens: 10, ffn_tokens: 20, context: 3, vocab: 16}
+    text: {layers: 1, dim: 16, heads: 2, qkv_tokens: 10, proj_tokens: 10, ffn_tokens: [20, 8], context: 3, vocab: 16,
+           switch: {ffn: ["", odd]}}
 steps: 12
 batch: 8
 micro_batch: 2
@@ -61,6 +63,16 @@ class Dying(Match):
         return super().loss(model, batch)
 
 
+class ByFeatures(Match):
+    """The same loss, through another method of the model than `forward`."""
+
+    def loss(self, model, batch):
+        def score(pixels, words):
+            return model.scale * torch.mul(*model.features(pixels, words)).sum(-1)
+
+        return super().loss(score, batch)
+
+
 def child(how: str, *arguments: object, **environment: str) -> subprocess.Popen:
     code = f"import sys; from tests.train.test_another_model import *; {how}"
     command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -80,6 +92,11 @@ def test_it_learns_and_its_run_is_told_in_its_own_units(file, tmp_path, kind, ca
     last = [row for row in rows if row["kind"] == "train"][-1]
     assert last["pairs"] == 60 * 32 and last["pairs_per_second"] > 0 and "tokens" not in last
     assert run.model.scale.item() != 0.5
+    x, changed = torch.randn(2, 3, 16).unbind()
+    changed = torch.cat([x[:2], changed[2:]])[None]
+    for trunk, sees in ((run.model.image, True), (run.model.text, False)):  # the last position from the first one
+        first = [trunk.run(y, trunk.view(y, causal=trunk.causal))[0, 0] for y in (x[None], changed)]
+        assert torch.equal(*first) != sees
     said = capsys.readouterr().out
     assert "32 pairs per step" in said and "pairs/s" in said
     sample = next(row for row in rows if row["kind"] == "sample")
@@ -87,6 +104,20 @@ def test_it_learns_and_its_run_is_told_in_its_own_units(file, tmp_path, kind, ca
     groups = run.optimizer.state_by_name()
     matrices = {name for name, entry in groups.items() if "momentum" in entry}
     assert ("image.blocks.1.ffn.segments.0.key_tokens" in matrices) == (kind == "muon") and "scale" not in matrices
+
+
+def test_the_segment_of_a_switch_counts_and_learns_in_half_of_the_samples(file, tmp_path):
+    trainer = train(file, tmp_path / "run")
+    text, keys = trainer.model.text, trainer.model.text.blocks[0].ffn.segments[1].key_tokens
+    name, seed = "text.blocks.0.ffn.segments.1.key_tokens", trainer.config.seed
+    began = initial(name, tuple(keys.shape), trainer.model.config, seed, trainer.model.ends)
+    assert not torch.isclose(keys, began).any()
+    words = torch.arange(16)[:, None].expand(16, 3)
+    odd = words[:, 0] % 2 == 1
+    on, off = text(words, odd=odd), text(words)
+    assert torch.equal(on[~odd], off[~odd]) and not torch.isclose(on[odd], off[odd]).all(1).any()
+    (gradient,) = torch.autograd.grad(on[~odd].sum(), keys)
+    assert not gradient.any()
 
 
 @pytest.mark.multi
@@ -113,13 +144,13 @@ def test_one_trunk_grows_and_the_loss_does_not_jump(file, tmp_path):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_over_two_ranks_it_is_the_same_run(file, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "task"), [("adamw", "Match"), ("muon", "ByFeatures")])
+def test_over_two_ranks_it_is_the_same_run(file, tmp_path, kind, task):
     settings = [f"optimizer.kind={kind}", GROWS, "train.clip=0.05"]  # always clipped: every rank must know the norm
     with default_dtype("float64"):
         train(file, tmp_path / "one", *settings)
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    how = "torch.set_default_dtype(torch.float64); train(*sys.argv[1:])"
+    how = f"torch.set_default_dtype(torch.float64); train(*sys.argv[1:], task={task})"
     arguments = (file, tmp_path / "two", *settings, "parallel.shard=2")
     both = [child(how, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **ranks) for rank in range(2)]
     assert [process.wait() for process in both] == [0, 0]

@@ -211,7 +211,8 @@ def soak(config_file: Path, tiny, tmp_path: Path, kills: int, *settings: str) ->
     damaged: list[Path] = []
     for number in range(kills + 1):
         used = max(all_steps(run).keys() - {int(path.name[5:]) for path in damaged}, default=0)
-        process = Child(["train", str(config_file), *settings, "--out", str(run), "--resume"], tmp_path)
+        steps = f"steps={100_000 if number < kills else max(used, 100) + 20}"  # it ends when it was killed often enough
+        process = Child(["train", str(config_file), *settings, steps, "--out", str(run), "--resume"], tmp_path)
         if number < kills:
             kill_at_a_random_moment(process, run, rng)
         code, said = process.wait(), (tmp_path / "rank-0.log").read_text()
@@ -225,21 +226,23 @@ def soak(config_file: Path, tiny, tmp_path: Path, kills: int, *settings: str) ->
                 break
             HARM[rng.choice(list(HARM))](path, rng)
             damaged.append(path)
-    Trainer(tiny(*settings), tmp_path / "whole").run()
+    Trainer(tiny(*settings, steps), tmp_path / "whole").run()
     assert same(result(tmp_path / "whole"), result(run))
     return fallbacks
 
 
 @pytest.mark.multi
 def test_kills_and_damage_in_turn_end_in_the_bits_of_the_undisturbed_run(config_file, tiny, tmp_path):
-    settings = ("steps=120", "checkpoint.every=2", "checkpoint.keep=3", "log.every=5")
+    settings = ("checkpoint.every=2", "checkpoint.keep=3", "log.every=5")
     assert soak(config_file, tiny, tmp_path, 4, *settings) >= 1
 
 
 @pytest.mark.slow
 def test_a_hundred_kills_with_damage_in_between(config_file, tiny, tmp_path):
-    settings = ("steps=1200", "checkpoint.every=2", "checkpoint.keep=3", "log.every=5", "train.precision=bf16")
-    grow = "growth=[{at: {step: 400}, ffn_tokens: 48, qkv_tokens: 24}]"
-    fallbacks = soak(config_file, tiny, tmp_path, 100, *settings, grow)
-    print(fallbacks)
+    """The run grows while it is killed."""
+    settings = ("checkpoint.every=2", "checkpoint.keep=3", "log.every=5", "train.precision=bf16")
+    fallbacks = soak(
+        config_file, tiny, tmp_path, 100, *settings, "growth=[{at: {step: 60}, ffn_tokens: 48, qkv_tokens: 24}]"
+    )
+    print(f"{fallbacks} fallbacks, each said")
     assert fallbacks >= 50

@@ -3,8 +3,6 @@
 Legend of a file: JSON lines (also .xz); the fields are those that docs/evaluation.md lists.
 """
 
-import io
-import json
 import lzma
 import math
 from collections.abc import Callable, Sequence
@@ -19,8 +17,7 @@ from tokenformer.errors import UserError
 from tokenformer.eval.ranks import spread
 from tokenformer.infer.packed import Packed
 from tokenformer.infer.scoring import Scored, score
-
-LARGEST = 64 * 10**6  # bytes of a file, unpacked
+from tokenformer.parsing import parse_json
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,7 @@ class Task:
     fields: tuple[str, ...]
 
 
+LONGEST, LINES = 1 << 22, 10**6  # bytes of a row, rows: a small file may unpack to very much
 _CHOICE = ("acc", "acc_norm")
 TASKS = {
     "lambada_openai": Task("lambada_openai_test", _lambada, ("perplexity", "acc"), "acc", ("text",)),
@@ -102,18 +100,20 @@ def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[d
     """The rows of a task's file, each looked at: what cannot be asked is refused by its line."""
     path = task_file(name, folder)
     rows = []
+    size = number = 0
     try:
         with (lzma.open if path.suffix == ".xz" else open)(path, "rb") as file:
-            raw = file.read(LARGEST + 1)
-        if len(raw) > LARGEST:
-            raise UserError(f"{path} holds more than {LARGEST:,} bytes, and no task has so many: get it anew")
-        for number, line in enumerate(io.StringIO(raw.decode("utf-8")), 1):
-            if limit is not None and len(rows) >= limit:
-                break
-            if not line.isspace():
-                rows.append(json.loads(line))
-                _check_row(TASKS[name], rows[-1], f"{path}, line {number}")
-    except (ValueError, lzma.LZMAError, EOFError, RecursionError) as error:
+            while line := file.readline(LONGEST):
+                number, size = number + 1, size + len(line)
+                where = f"{path}, line {number}"
+                if len(line) == LONGEST or size > 64 * LONGEST or number > LINES:
+                    raise UserError(f"{where}, is beyond the bytes or lines that a task may have: get it anew")
+                if limit is not None and len(rows) >= limit:
+                    break
+                if not line.isspace():
+                    rows.append(parse_json(line.decode(), where))
+                    _check_row(TASKS[name], rows[-1], where)
+    except (ValueError, lzma.LZMAError, EOFError, OSError) as error:
         raise UserError(f"{path} is not JSON lines ({error}): get it anew") from None
     if not rows:
         raise UserError(f"{path} has no rows: get it anew")
@@ -126,13 +126,13 @@ def _check_row(task: Task, row: Any, where: str) -> None:
         raise UserError(f"{where} lacks {', '.join(missing)}: see docs/evaluation.md")
     try:
         question = task.ask(row)
-        if not all(isinstance(text, str) for pair in question.pairs for text in pair):
-            raise ValueError("what should be a text is none")
+        if not all(isinstance(part, str) for pair in question.pairs for part in pair):
+            raise ValueError("it has something else than text")
         if not 0 <= question.gold < len(question.pairs):
             raise ValueError(f"its right answer is none of the {len(question.pairs)} choices")
         if "acc_norm" in task.measures and not all(question.lengths):
             raise ValueError("a choice is empty")
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, KeyError) as error:
         raise UserError(f"{where} cannot be asked ({error}): mend it, see docs/evaluation.md") from None
 
 

@@ -52,7 +52,8 @@ def plan_layers(
         need(name in layers, f"tokens names '{name}', but the Pattention layers are {', '.join(layers)}")
         need(type(target) is int and 0 < target <= 1 << 30, f"tokens of '{name}' is {target}: give a whole number")
         check_rule(rule, layers[name].theta)
-        old = [(len(s.key_tokens), s.tau) for s in layers[name].segments]
+        parts = zip(layers[name].segments, layers[name].switch, strict=True)
+        old: Segments = [(len(s.key_tokens), s.tau, switch) for s, switch in parts]
         new = more_segments(old, target, rule, scale, f"tokens is {target}, but '{name}' has")
         found |= {name: (old, new)} if new != old else {}
     need(bool(found), f"every layer has {tokens} parameter tokens already: give more")
@@ -89,6 +90,7 @@ def grow_layers(
             with torch.device("meta"):
                 last = Segment(made[0].shape[1], made[1].shape[1], rows, new[-1][1])
             layer.segments.append(last)  # pyrefly: ignore
+            layer.switch = (*layer.switch, "")
         else:
             made = [torch.cat([getattr(last, half).detach(), m]) for half, m in zip(HALVES, made, strict=True)]
             last.tau = new[-1][1]

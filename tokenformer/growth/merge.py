@@ -40,6 +40,7 @@ def merge_segments(model: LanguageModel, ids: Tensor, *, force: bool = False) ->
         "segments of a softmax cannot be merged faithfully, one sum of exponentials replacing several: "
         "keep the segments, or force it (--merge-softmax) and look at the loss",
     )
+    need(not model.config.switch_names(), "segments that have switches cannot be merged: they would count always")
     sums = measure(model, ids)
     merged: dict[tuple[int, str], dict[str, Tensor]] = {}
     for layer, name, module in layers(model):
@@ -104,5 +105,5 @@ def _one(segments: Segments) -> Segments:
     """What one segment in place of these is."""
     if len(segments) == 1:
         return segments
-    count, square = total(segments), sum(t * t for _, t in segments)
-    return [(count, math.sqrt(count if math.isclose(square, count) else square))]  # √n to the last bit
+    count, square = total(segments), sum(t * t for _, t, _ in segments)
+    return [(count, math.sqrt(count if math.isclose(square, count) else square), "")]  # √n to the last bit

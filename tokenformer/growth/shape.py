@@ -10,7 +10,7 @@ from typing import Any
 from tokenformer.config import PROJECTIONS, LayerOverride, ModelConfig
 from tokenformer.strict import need
 
-Segments = list[tuple[int, float]]  # (parameter tokens, τ) of each segment
+Segments = list[tuple[int, float, str]]  # (parameter tokens, τ, switch) of each segment
 Table = dict[str, list[Segments]]  # qkv, proj, ffn → the segments of each layer
 
 
@@ -19,18 +19,23 @@ def table(config: ModelConfig) -> Table:
 
     >>> tiny = ModelConfig(layers=2, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=[4, 16])
     >>> table(tiny)["ffn"]
-    [[(4, 2.0), (16, 4.0)], [(4, 2.0), (16, 4.0)]]
+    [[(4, 2.0, ''), (16, 4.0, '')], [(4, 2.0, ''), (16, 4.0, '')]]
     """
     if config.kind != "tokenformer":
         return {}
-    return {which: [config.segments(which, layer) for layer in range(config.layers)] for which in PROJECTIONS}
+
+    def segments(which: str, layer: int) -> Segments:
+        pairs = zip(config.segments(which, layer), config.switches(which, layer), strict=True)
+        return [(n, tau, switch) for (n, tau), switch in pairs]
+
+    return {which: [segments(which, layer) for layer in range(config.layers)] for which in PROJECTIONS}
 
 
 def with_table(config: ModelConfig, segments: Table) -> ModelConfig:
     """The config of a model with these segments: what most layers have stands for all, the others are overrides.
 
     >>> tiny = ModelConfig(layers=2, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=4)
-    >>> with_table(tiny, {**table(tiny), "ffn": [[(4, 2.0)], [(4, 2.0), (9, 3.0)]]}).segments("ffn", 1)
+    >>> with_table(tiny, {**table(tiny), "ffn": [[(4, 2.0, "")], [(4, 2.0, ""), (9, 3.0, "")]]}).segments("ffn", 1)
     [(4, 2.0), (9, 3.0)]
     """
     if config.kind != "tokenformer":
@@ -46,10 +51,12 @@ def with_table(config: ModelConfig, segments: Table) -> ModelConfig:
 
 
 def _keys(projections: dict[str, Segments]) -> dict[str, Any]:
-    """The config's keys that say this: `ffn_tokens: 64` for one segment, a list for several, and every τ."""
-    counts = {w: [n for n, _ in s] for w, s in projections.items()}
+    """The config's keys that say this: `ffn_tokens: 64` for one segment, a list for several, every τ, and switches."""
+    counts = {w: [n for n, _, _ in s] for w, s in projections.items()}
+    switches = {w: [switch for _, _, switch in s] for w, s in projections.items()}
     tokens = {f"{w}_tokens": n if len(n) > 1 else n[0] for w, n in counts.items()}
-    return {**tokens, "tau": {w: [t for _, t in s] for w, s in projections.items()}}
+    scales = {w: [tau for _, tau, _ in s] for w, s in projections.items()}
+    return {**tokens, "tau": scales, "switch": {w: names for w, names in switches.items() if any(names)}}
 
 
 def trunk_of(config: ModelConfig, on: str) -> ModelConfig:
@@ -62,7 +69,7 @@ def trunk_of(config: ModelConfig, on: str) -> ModelConfig:
 
 
 def total(segments: Segments) -> int:
-    return sum(n for n, _ in segments)
+    return sum(n for n, _, _ in segments)
 
 
 def sizes(config: ModelConfig) -> dict:

@@ -74,6 +74,10 @@ def shrink(
             f"shrinking by {by} with tau={tau} measures on text: give token ids, or by=newest with another tau"
         )
     need(ids is None or not on, "a text is measured on by language models alone: leave the ids out, with by=newest")
+    need(
+        ids is None or not trunk.switch_names(),
+        "a model with switches is measured without them, which says nothing of their segments: give by=newest, no ids",
+    )
     need(by == "energy" or across == "layer", "the newest tokens are taken from every layer: leave across out")
     if by == "newest":
         kept = _newest(old, budget)
@@ -112,7 +116,7 @@ def _newest(old: Table, budget: dict[str, list[int]]) -> dict[Where, Tensor]:
     for name, which in PROJECTION_OF.items():
         for layer, of_layer in enumerate(old[which]):
             left = budget[which][layer]
-            for i, (n, _) in enumerate(of_layer):
+            for i, (n, _, _) in enumerate(of_layer):
                 kept[layer, name, i] = torch.arange(min(n, left))
                 left -= min(n, left)
     return kept
@@ -132,7 +136,7 @@ def _strongest(
         for layer, of_layer in enumerate(old[which]):
             parts = {name: [energies[layer, name, i] for i in range(len(of_layer))] for name in names}
             whole = {name: max(sum(e.sum().item() for e in part), 1e-300) for name, part in parts.items()}
-            for i, (n, _) in enumerate(of_layer):
+            for i, (n, _, _) in enumerate(of_layer):
                 ranks = sum(
                     (parts[name][i].sort(descending=True).values / whole[name] for name in names), torch.zeros(n)
                 )
@@ -189,7 +193,11 @@ def _cut(
     first = {kind: name for name, kind in reversed(PROJECTION_OF.items())}  # q, k and v keep equally many
     new: Table = {
         which: [
-            [(len(kept[at]), scales[at]) for i in range(len(of_layer)) if len(kept[at := (layer, first[which], i)])]
+            [
+                (len(kept[at]), scales[at], switch)
+                for i, (_, _, switch) in enumerate(of_layer)
+                if len(kept[at := (layer, first[which], i)])
+            ]
             for layer, of_layer in enumerate(of_layers)
         ]
         for which, of_layers in table(trunk).items()

@@ -104,9 +104,9 @@ def more_segments(old: Segments, target: int | None, rule: str, scale: str, what
     if not lacks:
         return old
     if rule == "segment":
-        return [*old, (lacks, math.sqrt(lacks))]
-    size, tau = old[-1]
-    return [*old[:-1], (size + lacks, tau if scale == "hold" else math.sqrt(size + lacks))]
+        return [*old, (lacks, math.sqrt(lacks), "")]
+    size, tau, switch = old[-1]
+    return [*old[:-1], (size + lacks, tau if scale == "hold" else math.sqrt(size + lacks), switch)]
 
 
 def recipes(

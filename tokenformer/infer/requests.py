@@ -17,6 +17,7 @@ from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.sampling import Sampling
 from tokenformer.infer.text import AnyTokenizer, TextResult, to_ids
+from tokenformer.parsing import parse_json
 from tokenformer.strict import key, need
 
 FIELDS = ("prompt", "context", "text")
@@ -92,10 +93,7 @@ def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
 
 
 def _prompt(line: str, where: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON ({error}): write a string or an object with a prompt") from None
+    value = parse_json(line, where)
     if isinstance(value, dict):
         value = next((value[name] for name in FIELDS if name in value), None)
     if not isinstance(value, str):

@@ -170,7 +170,7 @@ def read_state(checkpoint: Path) -> dict:
     """Read what a run keeps beside its tensors."""
     state = read_json(checkpoint / "state.json")
     with expected_form(checkpoint):
-        if type(state["step"]) is not int or state["step"] < 0:
+        if type(state["step"]) is not int or checkpoint.name != f"step-{state['step']:08d}":
             raise ValueError(f"step is {state['step']!r:.40}")
     return state
 
@@ -180,7 +180,7 @@ def expected_form(checkpoint: Path) -> Iterator[None]:
     """Refuse in a sentence a state that is not of the form that a run writes."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
             f"{checkpoint / 'state.json'} is not of the form that a run writes ({why}): move {checkpoint} away to use "

@@ -31,8 +31,10 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
             raise UserError(f"start (official: pretrain_partial_init): {error}") from None
     for name, tensor in given.items():
         own = mine.get(name)
-        fits = own is not None and own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor)
-        if own is None or not fits or (own.shape != tensor.shape and not parse(name, model.ends).token):
+        fits = own is not None and own.shape == tensor.shape
+        if own is not None and parse(name, model.ends).token:  # the rows of a smaller model are the first ones
+            fits = own.shape[1:] == tensor.shape[1:] and len(own) >= len(tensor)
+        if not fits:
             raise UserError(
                 f"start: {name} of {start} is {list(tensor.shape)}, which does not fit into this model's "
                 f"{'missing one' if own is None else list(own.shape)}: only the number of parameter tokens may differ"
@@ -41,7 +43,7 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
     def values(name: str, shape: tuple[int, ...]) -> Tensor:
         made = initial(name, shape, model_config, config.seed, model.ends)
         if name in given:
-            made[: len(given[name])] = given[name]
+            made[tuple(slice(n) for n in given[name].shape)] = given[name]
         return made
 
     return values

@@ -63,9 +63,11 @@ class Task:
             total, count = total + loss_sum.detach(), count + losses
         return total, count
 
-    @torch.no_grad()
     def measures(self, model: Any) -> dict[str, float]:
-        """Return `loss`, its mean over the same held-out samples each time; nothing where there are none."""
+        """Return `loss`, its mean over the same held-out samples each time; nothing where there are none.
+
+        As for `sample`, no gradients are kept.
+        """
         if self.held_out is None or not self.held_out.samples:
             return {}
         total, count = torch.zeros(2, device=self.device)

@@ -342,6 +342,7 @@ class Trainer:
                 f"before them is kept in {self.folder / 'checkpoints'}; lower optimizer.rate or look at the data"
             )
 
+    @torch.no_grad()
     def validate(self) -> None:
         with self.clock.aside():
             self.model.eval()
@@ -355,6 +356,7 @@ class Trainer:
                 self.report.sample(self.step, made)
             self.model.train()
 
+    @torch.no_grad()
     def measures(self) -> dict[str, float]:
         return self.task.measures(self.layout.pipeline or self.model)
 

@@ -18,7 +18,7 @@ import numpy as np
 from tokenformer import files
 from tokenformer.config_data import Verify
 from tokenformer.errors import UserError
-from tokenformer.parsing import read_json
+from tokenformer.parsing import is_file, read_json
 
 SUFFIX = "_text_document"
 MAGIC = b"MMIDIDX\0\0"
@@ -160,7 +160,7 @@ class Indexed:
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
-    if path.exists() and not path.is_file():
+    if path.exists() and not is_file(path):
         raise UserError(f"{path} is no plain file: restore it or prepare the set anew")
     try:
         with open(path, "rb") as file:

@@ -3,12 +3,13 @@
 Unusual: every one knows the id that ends a document, and its vocabulary padded to the multiple of 128 that models use.
 """
 
+import contextlib
 import hashlib
 import json
 import lzma
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from tokenformer.data.text.cutting import cut_rule
 from tokenformer.errors import UserError
-from tokenformer.parsing import is_file, read_json, read_text
+from tokenformer.parsing import is_file, read_json, read_text, shown
 
 BUNDLED = "gpt-neox-20b"
 _END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<EOS>", "[EOS]", "[SEP]")
@@ -45,7 +46,8 @@ class ByteTokenizer:
     cuts = re.compile("")  # anywhere
 
     def encode(self, text: str) -> list[int]:
-        return [b + 1 for b in text.encode()]
+        with _in_words(text, self.name):
+            return [b + 1 for b in text.encode()]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(t.encode(), np.uint8).astype(np.uint16) + 1 for t in texts]
@@ -77,7 +79,9 @@ class FileTokenizer:
         self.name, self._text = name, text
         try:
             self._inner = Library.from_str(text)
-        except Exception as error:  # the library raises plain Exceptions
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises plain Exceptions, and panics that are not even these
             raise UserError(f"{name} is not a tokenizer.json ({error}): give the file or folder of one") from None
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -97,7 +101,8 @@ class FileTokenizer:
         return cut_rule(json.loads(self._text))
 
     def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=False).ids
+        with _in_words(text, self.name):
+            return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         kind = dtype_for(self.vocab_size)
@@ -112,6 +117,20 @@ class FileTokenizer:
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
+
+
+@contextlib.contextmanager
+def _in_words(text: str, name: str) -> Iterator[None]:
+    """The library panics at what it does not know; half a surrogate pair is no text."""
+    try:
+        text.encode()
+        yield
+    except UnicodeEncodeError:
+        raise UserError(f"{shown(text)} holds bytes that are no UTF-8 text (half a surrogate pair): mend it") from None
+    except (KeyboardInterrupt, SystemExit, MemoryError, UserError):
+        raise
+    except BaseException as error:
+        raise UserError(f"tokenizer {name} cannot encode {shown(text)} ({str(error)[:100]}): get it anew") from None
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
