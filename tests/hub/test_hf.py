@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -407,3 +408,40 @@ def test_no_cache_is_filled_while_activations_are_recomputed(one):
     assert model(IDS, use_cache=True).past_key_values is not None
     model.gradient_checkpointing_enable()
     assert model(IDS, use_cache=True).past_key_values is None
+
+
+def test_eager_attention_is_refused_instead_of_computing_sdpa(one, tmp_path):
+    one[1].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match='"eager" does not exist here'):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    model.set_attn_implementation("eager")
+    with pytest.raises(UserError, match='"eager" does not exist here'):
+        model(IDS)
+
+
+def test_the_growth_history_goes_through_transformers_and_back(one, tmp_path):
+    grown = tokenformer.grow(one[0], ffn_tokens=96)
+    tokenformer.save(grown, tmp_path / "ours to hf", format="hf")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "ours to hf").save_pretrained(tmp_path / "again")
+    assert len(grown.history) == 1
+    assert tokenformer.load(tmp_path / "again").history == grown.history
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").model.history == grown.history
+
+
+def test_generate_never_chooses_a_row_that_is_no_token(tmp_path):
+    """Exactly the padding is suppressed; logits stay, and rows that a later resize appends may be chosen."""
+    model = lively(CONFIGS["one"])
+    words = {f"w{i}": i for i in range(200)} | {"<|endoftext|>": 200}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenformer.save(model, tmp_path, format="hf", tokenizer_json=tokenizer.to_str())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.generation_config.suppress_tokens == list(range(201, 256))
+    torch.manual_seed(0)
+    how = {"do_sample": True, "top_k": 0, "temperature": 50.0, "max_new_tokens": 20, "eos_token_id": None}
+    found = loaded.generate(IDS.repeat(8, 1).clamp(max=200), **how)
+    assert found.max() <= 200
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    loaded.resize_token_embeddings(300, mean_resizing=False)
+    found = loaded.generate(IDS.repeat(8, 1).clamp(max=200), **how)
+    assert found.max() >= 256 and not ((found > 200) & (found < 256)).any()

@@ -70,7 +70,7 @@ def weighted(theta: str) -> float:
         override = LayerOverride(ffn_tokens=[24, 40, 8, 8], switch={"ffn": ["", "", "", "other"]})
         config = ModelConfig(**SHAPE, theta=theta, ffn_tokens=[24, 40, 8], switch=keys, layer_overrides={1: override})
         control = models.build(config)
-        control.load_state_dict(net.state_dict())
+        control.load_state_dict(dict(net.state_dict()))  # other switches
         mine = {name for name in found if name != "loss" and switched_by(net, name)}
         values = {name for name in mine if name.endswith("value_tokens")}
         with torch.no_grad():

@@ -151,3 +151,13 @@ def test_the_transformer_beside_it_is_as_large(name):
     assert cost(rival).parameters == pytest.approx(cost(config).parameters, rel=1e-3)
     assert rival.layers == config.layers
     assert rival.head_dim == config.head_dim
+
+
+def test_several_trunks_cost_what_their_blocks_cost_together():
+    shape = {"layers": 2, "dim": 32, "heads": 2, "vocab": 64}
+    text = ModelConfig(**shape, qkv_tokens=16, proj_tokens=8, ffn_tokens=[8, 8])
+    image = ModelConfig(**shape | {"layers": 3}, kind="transformer")
+    both, apart = cost(ModelConfig(of="pair", trunks={"text": text, "image": image})), [cost(text), cost(image)]
+    assert both.parameters == sum(c.parameters - 64 * 32 for c in apart) and both.head_parameters == 0
+    assert both.matmul_parameters == sum(c.matmul_parameters for c in apart) == sum(both.projections.values())
+    assert both.token_flops(8) == 2 * (2 + 3) * 32 * 8 and both.token_flops(8, causal=False) == 2 * both.token_flops(8)

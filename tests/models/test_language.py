@@ -1,5 +1,6 @@
 """The language model: against the official tensors, formulas written again, and transformers' models."""
 
+import copy
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenformer.config import LayerOverride, ModelConfig
 from tokenformer.hub import load
-from tokenformer.models import Cache, LanguageModel
+from tokenformer.models import Cache, LanguageModel, Pattention
 
 KINDS = {
     "tokenformer": {"qkv_tokens": [12, 8], "proj_tokens": 10, "ffn_tokens": [16, 4, 4]},
@@ -289,3 +290,20 @@ def test_the_transformer_baseline_equals_gpt_neox_without_biases(relative):
     tokens = ids(2, 9)
     with torch.no_grad():
         assert relative(model(tokens).logits, theirs(tokens).logits) < 2e-5
+
+
+def test_a_state_dict_knows_tau_theta_and_switches_and_holds_tensors_alone(tmp_path):
+    x = torch.randn(3, 16)
+    held = Pattention(16, 24, tokens=8, tau=[7.0])
+    state = held.state_dict()
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    torch.save(state, tmp_path / "state.pt")
+    for kept in (state, torch.load(tmp_path / "state.pt", weights_only=True), copy.deepcopy(state)):
+        with pytest.raises(RuntimeError, match=r"segments.0.tau is 7.0 in the state_dict and 2.82.* compute"):
+            Pattention(16, 24, tokens=8).load_state_dict(kept, strict=False)
+        same = Pattention(16, 24, tokens=8, tau=[7.0])
+        same.load_state_dict(kept)
+        assert torch.equal(same(x), held(x))
+    with pytest.raises(RuntimeError, match="theta is l2_norm_gelu in the state_dict and softmax here"):
+        Pattention(16, 24, tokens=8, tau=[7.0], theta="softmax").load_state_dict(state)
+    Pattention(16, 24, tokens=8).load_state_dict(dict(state))  # tensors alone, as files hold them

@@ -24,6 +24,7 @@ THEIRS = (
     *("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "output_hidden_states", "output_attentions", "return_dict"),
     *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "name_or_path"),
+    "history",  # ours: the growths that led to the model
 )
 CARD = """\
 ---
@@ -80,9 +81,10 @@ def save_hf(
     config = to_dict(model.config) | ids
     config |= {"model_type": "tokenformer", "architectures": ["TokenFormerForCausalLM"], "auto_map": AUTO_MAP}
     config |= {"dtype": types.pop()} if len(types) == 1 else {}
+    config |= {"history": model.history} if model.history else {}  # which transformers hands on, unlike a file
     with atomic_folder(folder, force) as beside:
         _write_json(beside / "config.json", config)
-        _write_json(beside / "generation_config.json", ids)
+        _write_json(beside / "generation_config.json", ids | _padding(tokenizer_json, model.config))
         _write_json(beside / "history.json", model.history)
         (beside / FILE).write_text(modeling_source(), encoding="utf-8")
         (beside / "README.md").write_text(_card(model, Path(folder).name, tokenizer_json, licence), encoding="utf-8")
@@ -121,7 +123,7 @@ def load_hf(folder: str | Path) -> LanguageModel:
             raise UserError(f"{index} names no files of its own folder: get it anew")
         names = sorted(set(files))
     model = fill(config, Tensors((folder / name for name in names), prefix="model."), str(folder))
-    model.history = read_history(folder)
+    model.history = read_history(folder) or read_json(folder / "config.json").get("history") or []
     return model
 
 
@@ -144,6 +146,16 @@ def _special_ids(tokenizer_json: str, config: ModelConfig) -> dict[str, int]:
         )
     end = tokenizer.token_to_id(END)
     return {} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+
+
+def _padding(tokenizer_json: str | None, config: ModelConfig) -> dict[str, list[int]]:
+    """The rows of the embedding that are no token, which transformers' `generate` must not choose."""
+    if tokenizer_json is None:
+        return {}
+    from tokenizers import Tokenizer
+
+    size = max(Tokenizer.from_str(tokenizer_json).get_vocab().values(), default=-1) + 1
+    return {"suppress_tokens": list(range(size, config.vocab))} if size < config.vocab else {}
 
 
 def _tokenizer_config(config: ModelConfig, has_end: bool) -> dict[str, Any]:

@@ -38,9 +38,9 @@ class Finished(NamedTuple):
 class Engine:
     """Generates for batches of prompts of any lengths. Exactly the tokens of `LanguageModel.generate` where greedy.
 
-    >>> from tokenformer.config import ModelConfig
+    >>> from tokenformer import ModelConfig, models
     >>> config = ModelConfig(layers=1, dim=16, heads=2, qkv_tokens=4, proj_tokens=4, ffn_tokens=4, vocab=9)
-    >>> [len(row.ids) for row in Engine(LanguageModel(config)).generate([[1, 2, 3], [4]], 5)]
+    >>> [len(row.ids) for row in Engine(models.build(config)).generate([[1, 2, 3], [4]], 5)]
     [5, 5]
     """
 

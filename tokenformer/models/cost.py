@@ -1,12 +1,13 @@
 """What a model costs, from its config alone: parameters, FLOPs (with parameters and with other tokens apart), cache.
 
-Attention is counted causally, once: 2·layers·dim·context forward a token. Many tools count it twice.
+Causal attention is counted once: 2·layers·dim·context forward per token. Many tools count it twice.
 """
 
 import dataclasses
 import math
+from typing import Any
 
-from tokenformer.config import PROJECTIONS, ModelConfig
+from tokenformer.config import PROJECTION_OF, PROJECTIONS, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +18,7 @@ class Cost:
     matmul_parameters: int  # in the blocks; the output head is counted apart
     head_parameters: int  # read by the output head (the embedding's own, if tied)
     projections: dict[str, int]  # matmul parameters of each projection, all layers together
-    layers: int
-    dim: int
+    attended: int  # channels in which data tokens attend to each other: Σ dim over all layers
     cache_values: int  # numbers that the key/value cache holds for a token
 
     @property
@@ -26,41 +26,54 @@ class Cost:
         """Forward, between a token and the parameters; free of the context."""
         return 2 * (self.matmul_parameters + self.head_parameters)
 
-    def token_flops(self, context: int) -> int:
-        """Forward, between a token and those before it, in the mean over a causal context."""
-        return 2 * self.layers * self.dim * context
+    def token_flops(self, context: int, causal: bool = True) -> int:
+        """Forward, between a token and those it sees: all of the context, or half of it in the mean where causal."""
+        return (2 if causal else 4) * self.attended * context
 
-    def training_flops(self, context: int) -> int:
-        return 3 * (self.parameter_flops + self.token_flops(context))
+    def training_flops(self, context: int, causal: bool = True) -> int:
+        return 3 * (self.parameter_flops + self.token_flops(context, causal))
 
     def cache_bytes(self, width: int = 2) -> int:
         return width * self.cache_values
 
 
 def cost(config: ModelConfig) -> Cost:
-    """
+    """Count a model. Of several trunks it is the sum of their blocks and norms: what lies outside is not in the config.
+
     >>> from tokenformer.config import load
     >>> cost(load("lm/150m").model).parameters
     151881216
     """
+    if config.trunks:
+        parts: list[dict[str, Any]] = [dataclasses.asdict(blocks(trunk)) for trunk in config.trunks.values()]
+        names = list(dict.fromkeys(name for part in parts for name in part["projections"]))
+        projections = {name: sum(part["projections"].get(name, 0) for part in parts) for name in names}
+        sums = {key: sum(part[key] for part in parts) for key in parts[0] if key != "projections"}
+        return Cost(projections=projections, **sums)
+    c, embedding = config, config.vocab * config.dim
+    return dataclasses.replace(
+        blocks(c), parameters=blocks(c).parameters + embedding * (1 if c.tied else 2), head_parameters=embedding
+    )
+
+
+def blocks(config: ModelConfig) -> Cost:
+    """Count the blocks and the final norm of one trunk."""
     c, kv = config, (config.kv_heads or config.heads) * config.head_dim
     if c.kind == "tokenformer":
         tokens = {w: sum(n for i in range(c.layers) for n, _ in c.segments(w, i)) for w in PROJECTIONS}
-        each = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}
-        projections = {name: 2 * c.dim * tokens[which] for name, which in each.items()}
+        projections = {name: 2 * c.dim * tokens[which] for name, which in PROJECTION_OF.items()}
     else:
         ffn = (3 if c.kind == "llama" else 2) * c.dim * c.mlp_dim
         one = {"query": c.dim**2, "key": c.dim * kv, "value": c.dim * kv, "proj": c.dim**2, "ffn": ffn}
         projections = {name: c.layers * n for name, n in one.items()}
-    matmul, embedding = sum(projections.values()), c.vocab * c.dim
+    matmul = sum(projections.values())
     norms = (2 * c.layers + 1) * c.dim if c.kind == "llama" else 2 * c.dim
     return Cost(
-        parameters=matmul + norms + embedding * (1 if c.tied else 2),
+        parameters=matmul + norms,
         matmul_parameters=matmul,
-        head_parameters=embedding,
+        head_parameters=0,
         projections=projections,
-        layers=c.layers,
-        dim=c.dim,
+        attended=c.layers * c.dim,
         cache_values=2 * c.layers * kv,
     )
 

@@ -9,7 +9,7 @@ import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,38 @@ from tokenformer.config import ModelConfig
 from tokenformer.ops.pattention import THETAS, Segments, normalise, pattention, pattention_group
 
 
-class Segment(nn.Module):
+class Described(nn.Module):
+    """A module whose plain values decide what its tensors compute. They travel in the metadata of a `state_dict`, where
+
+    no file and no other tool meets them, and `load_state_dict` refuses others; tensors without them are accepted.
+    """
+
+    described: ClassVar[tuple[str, ...]]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if prefix[:-1] in getattr(destination, "_metadata", {}):
+            destination._metadata[prefix[:-1]] |= {name: getattr(self, name) for name in self.described}
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        for name in self.described:
+            here, there = getattr(self, name), local_metadata.get(name, getattr(self, name))
+            if here != there:
+                error_msgs.append(
+                    f"{prefix}{name} is {there} in the state_dict and {here} here: the same tensors would compute "
+                    "something else; make the model from the config that belongs to them"
+                )
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+class Segment(Described):
     """Parameter tokens that are normalised together, with their own τ."""
+
+    described = ("tau",)
 
     def __init__(self, d_in: int, d_out: int, tokens: int, tau: float) -> None:
         super().__init__()
@@ -39,13 +69,15 @@ class Segment(nn.Module):
         return f"tokens={len(self.key_tokens)}, tau={self.tau:g}"
 
 
-class Pattention(nn.Module):
+class Pattention(Described):
     """A layer whose parameters are tokens; stands wherever an `nn.Linear(d_in, d_out, bias=False)` does.
 
     >>> layer = Pattention(16, 32, tokens=64)
     >>> layer(torch.randn(2, 5, 16)).shape
     torch.Size([2, 5, 32])
     """
+
+    described = ("theta", "switch")
 
     def __init__(
         self,

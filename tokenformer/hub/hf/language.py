@@ -113,12 +113,15 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["HFBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     model: LanguageModel
+    native = LanguageModel  # what `model` is made by
     # Trainer's label smoothing shifts the labels of classes that are named there, and of no others
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["tokenformer"] = "TokenFormerForCausalLM"
 
     def __init__(self, config: TokenFormerConfig) -> None:
         super().__init__(config)
-        self._hold(LanguageModel(config.to_native(), seed=int(torch.randint(2**31, (), device="cpu"))))
+        self._check_attention()
+        self._hold(self.native(config.to_native(), seed=int(torch.randint(2**31, (), device="cpu"))))
+        self.model.history = list(getattr(config, "history", None) or [])
         for parameter in self.parameters():
             if not parameter.is_meta:  # the native model has filled itself
                 setattr(parameter, "_is_hf_initialized", True)  # noqa: B010
@@ -128,9 +131,13 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def from_native(cls, model: LanguageModel, **keys: Any) -> "TokenFormerForCausalLM":
         """The same tensors behind transformers' interface (no copy)."""
         with torch.device("meta"):
-            wrapped = cls(TokenFormerConfig.from_native(model.config, **keys))
+            wrapped = cls(TokenFormerConfig.from_native(model.config, history=model.history, **keys))
         wrapped._hold(model)
         return wrapped.train(model.training)
+
+    def _check_attention(self) -> None:
+        if self.config._attn_implementation == "eager":
+            raise UserError('attn_implementation "eager" does not exist here, attention is fused: leave it out')
 
     def _hold(self, model: LanguageModel) -> None:
         for block in model.blocks:
@@ -157,6 +164,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         `skip_logits`: with labels make no logits, the loss comes in chunks; by default so in training.
         `output_attentions` is refused: fused attention keeps no weights.
         """
+        self._check_attention()
         given = inputs_embeds if input_ids is None else input_ids
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise UserError("the model reads input_ids or inputs_embeds: give one of them")
