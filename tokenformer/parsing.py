@@ -78,9 +78,7 @@ def parse_json(text: str, where: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         return value
     except UnicodeEncodeError:
-        raise UserError(
-            f"{where} holds half a surrogate pair (\\ud800 to \\udfff), which is no text: mend it"
-        ) from None
+        raise UserError(f"{where} is not UTF-8 text (it holds half a surrogate pair): mend it") from None
     except RecursionError:
         raise UserError(f"{where} is nested too deeply: restore it or get it anew") from None
     except ValueError as error:

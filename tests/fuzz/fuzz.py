@@ -87,6 +87,8 @@ class Fuzzer:
         for file in files[: 2 if chance.random() < 0.15 else 1]:
             if file.is_file() and not file.is_symlink():  # the first harm may have taken it away
                 done.append(f"{file.relative_to(folder)}: {harm.apply(file, folder, chance)}")
+            if file.suffix == ".json" and not file.is_file():
+                vouched = False  # it may have been the manifest
             if chance.random() < 0.6 and harm.sign(file, folder):
                 done.append("signed")
                 vouched = False

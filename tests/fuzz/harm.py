@@ -122,6 +122,8 @@ def by_name(file: Path, root: Path, chance: random.Random) -> str:
     kind = chance.choice(
         ["remove", "pipe", "folder", "loop", "nowhere", "zero", "swap", "stray", "stray other", "rename", "copy"]
     )
+    if kind == "pipe" and file.suffix in (".txt", ".jsonl", ".xz"):
+        kind = "remove"  # text may come through a pipe
     if kind == "remove":
         file.unlink()
     elif kind in ("pipe", "folder", "loop", "nowhere", "zero"):
@@ -158,7 +160,8 @@ def by_name(file: Path, root: Path, chance: random.Random) -> str:
         return f"names: {file.name} is {new.name[:40]}"
     else:
         folder = file.parent
-        shutil.copytree(folder, root / "a copy inside") if folder != root else shutil.copy(file, root / "a copy")
+        inside = root / "a copy inside"
+        shutil.copytree(folder, inside, dirs_exist_ok=True) if folder != root else shutil.copy(file, inside)
     return f"names: {kind} {file.relative_to(root)}"
 
 

@@ -139,10 +139,14 @@ def scenarios() -> dict[str, Scenario]:
             False,
         ),
         "config-train": Scenario(
-            ["train", "config.yml", "--out", "new"], ["config.yml", "set"], ["config.yml"], False, False
+            ["train", "config.yml", "steps=2", "--out", "new"], ["config.yml", "set"], ["config.yml"], False, False
         ),
         "base-train": Scenario(
-            ["train", "derived.yml", "--out", "new"], ["derived.yml", "config.yml", "set"], ["*.yml"], False, False
+            ["train", "derived.yml", "steps=2", "--out", "new"],
+            ["derived.yml", "config.yml", "set"],
+            ["*.yml"],
+            False,
+            False,
         ),
         "official-yaml-info": Scenario(["info", "official.yml"], ["official.yml"], ["official.yml"]),
         "official-yaml-plan": Scenario(["plan", "official.yml", "--gpus", "4"], ["official.yml"], ["official.yml"]),

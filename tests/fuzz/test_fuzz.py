@@ -7,12 +7,20 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import sandbox
-from tests.fuzz.fuzz import FINE, judge
+from tests.fuzz.fuzz import FINE, judge, line, run
 from tests.fuzz.harm import CANARY
 
+SEED, CASES = 1, 2000
 needs_landlock = pytest.mark.skipif(
     not sandbox.landlock(), reason="this kernel has no Landlock: a case could write outside of its folder"
 )
+
+
+@pytest.mark.slow
+@needs_landlock
+def test_no_file_of_any_format_brings_a_traceback_a_hang_a_crash_or_another_model():
+    wrong = [line(SEED, one) for one in run(SEED, CASES, jobs=2) if one.verdict != FINE]
+    assert not wrong, "\n".join([f"{len(wrong)} of {CASES}", *wrong])
 
 
 @pytest.fixture

@@ -223,12 +223,15 @@ def test_a_damaged_file_of_an_export_is_one_sentence(folder, capsys, name, text)
     refused(capsys, *write(hf))
 
 
-@pytest.mark.parametrize("lists", [5, 40])
-@pytest.mark.parametrize("key", ["model", "base", "attention-config", "optimizer"])
-def test_yaml_aliases_cannot_fill_memory(tmp_path, capsys, key, lists):
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]" for i in range(lists)]
-    (tmp_path / "bomb.yml").write_text("\n".join([*lines, f"{key}: *a{lists}", "num-layers: 3", "hidden-size: 3"]))
+OFFICIAL = "num-layers: 3\nhidden-size: 8\nnum-attention-heads: 1\n"
+OFFICIAL += "qkv-slot-num: 8\nproj-slot-num: 8\nffn-slot-num: 8\nattention-config: BOMB"
+
+
+@pytest.mark.parametrize("text", ["model: {layers: BOMB}", "base: BOMB", OFFICIAL], ids=["layers", "base", "official"])
+def test_yaml_aliases_cannot_fill_memory(tmp_path, capsys, text):
+    lists = ["&a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lists += [f"&a{i + 1} [{', '.join([f'*a{i}'] * 10)}]" for i in range(40)]
+    (tmp_path / "bomb.yml").write_text(text.replace("BOMB", f"[{', '.join(lists)}]"))
     refused(capsys, "info", tmp_path / "bomb.yml")
 
 

@@ -71,7 +71,7 @@ class Task:
     fields: tuple[str, ...]
 
 
-LONGEST = 1 << 22  # bytes of a row: a small file may unpack to very much
+LONGEST, LINES = 1 << 22, 10**6  # bytes of a row, rows: a small file may unpack to very much
 _CHOICE = ("acc", "acc_norm")
 TASKS = {
     "lambada_openai": Task("lambada_openai_test", _lambada, ("perplexity", "acc"), "acc", ("text",)),
@@ -106,8 +106,8 @@ def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[d
             while line := file.readline(LONGEST):
                 number, size = number + 1, size + len(line)
                 where = f"{path}, line {number}"
-                if len(line) == LONGEST or size > 64 * LONGEST:
-                    raise UserError(f"{where}, is beyond the {size / 1e6:.0f} MB that a task may have: get it anew")
+                if len(line) == LONGEST or size > 64 * LONGEST or number > LINES:
+                    raise UserError(f"{where}, is beyond the bytes or lines that a task may have: get it anew")
                 if limit is not None and len(rows) >= limit:
                     break
                 if not line.isspace():

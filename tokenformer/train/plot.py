@@ -33,7 +33,7 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
     if not (run / "metrics.jsonl").is_file():
         raise UserError(f"{run} has no metrics.jsonl: give the folder of a run")
     rows = read_rows(run)
-    train = [row for row in rows if row["kind"] == "train" and row["loss"] is not None]
+    train = [row for row in rows if row["kind"] == "train" and row.get("loss") is not None]
     if not train:
         raise UserError(f"{run / 'metrics.jsonl'} has no training rows yet: wait for the first log line")
     key = "flops" if axis == "compute" else axis
@@ -48,7 +48,7 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
         )
         return x1 if s1 == s0 else x0 + (x1 - x0) * (step - s0) / (s1 - s0)
 
-    validation = [row for row in rows if row["kind"] == "validation" and row["loss"] is not None]
+    validation = [row for row in rows if row["kind"] == "validation" and row.get("loss") is not None]
     growths = [row for row in rows if grown(row)]
     samples = [row["text"] for row in rows if row["kind"] == "sample" and "text" in row]
     last, unit = train[-1], unit_of(train[-1])
