@@ -297,7 +297,7 @@ class _Batch:
 
     @torch.no_grad()
     def advance(self, steps: int) -> list[list[int]]:
-        """Make at most `steps` more tokens per row, looking at the device once at the end; return the new ids of each row."""
+        """Make at most `steps` more tokens per row, looking at the device once at the end; return the new ids."""
         for _ in range(min(steps - (self._taken == 0), self.n - self.made)):
             self.replay()
             self.made += 1
