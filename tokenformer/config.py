@@ -68,7 +68,7 @@ class ModelConfig:
         "Θ, the score normalisation (ops/pattention.py, THETAS)", "l2_norm_gelu"
     )
     tau: dict[str, list[float]] = key(
-        "the scale inside Θ, e.g. {ffn: [48.0]}: one number a segment; absent = √n", make=dict
+        "the scale inside Θ, e.g. {ffn: [48.0]}: one number per segment; absent = √n", make=dict
     )
     switch: dict[str, list[str]] = key(
         'segments that count only in calls that give their switch, e.g. {ffn: ["", image]}: one name per segment, '
@@ -174,7 +174,7 @@ class ModelConfig:
         scales = tau.get(which) or [math.sqrt(n) for n in sizes]
         need(
             len(scales) == len(sizes),
-            f"{at} has {len(sizes)} segments but tau.{which} has {len(scales)} numbers: give one number a segment",
+            f"{at} has {len(sizes)} segments but tau.{which} has {len(scales)} numbers: give one number per segment",
         )
         need(all(0 < t < math.inf for t in scales), f"tau.{which} is {scales}: every τ is a finite number above 0")
         return list(zip(sizes, scales, strict=True))

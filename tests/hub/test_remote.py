@@ -40,12 +40,14 @@ assert importlib.util.find_spec("tokenformer") is None
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 torch.set_num_threads(1)
 out = {}
 for folder in map(Path, sys.argv[2:]):
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules"), type(model)
+    assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # label smoothing shifts its labels
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     inputs = tokenizer(["a b c d", "b"], return_tensors="pt", padding=True)
     assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]], inputs

@@ -175,7 +175,7 @@ def _card(model: LanguageModel, title: str, tokenizer_json: str | None, licence:
     tokens, use = "", "logits = model(torch.tensor([[1, 2, 3]])).logits\n"
     if c.kind == "tokenformer":
         tokens = (
-            f"Parameter tokens a projection: {c.qkv_tokens} (q, k, v), {c.proj_tokens} (after attention), "
+            f"Parameter tokens per projection: {c.qkv_tokens} (q, k, v), {c.proj_tokens} (after attention), "
             f"{c.ffn_tokens} (feed-forward){' in most layers' if c.layer_overrides else ''}; Θ is `{c.theta}`.\n"
         )
     imports = "import torch\nfrom transformers import AutoModelForCausalLM"

@@ -93,7 +93,7 @@ class Engine:
             rows.append(row)
         chosen = list(range(len(rows)) if seeds is None else seeds)
         if len(chosen) != len(rows):
-            raise UserError(f"there are {len(chosen)} seeds for {len(rows)} prompts: give one a prompt")
+            raise UserError(f"there are {len(chosen)} seeds for {len(rows)} prompts: give one per prompt")
         if any(abs(seed) >= 1 << 63 for seed in chosen):
             raise UserError(f"the seed {max(chosen, key=abs)} is too large: give one below 2 to the 63rd")
         return rows, chosen
@@ -132,7 +132,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         logprobs: bool = False,
     ) -> list[Finished]:
-        """Up to `n` new tokens a prompt: fewer where a stop token comes or the context is full. Row i's seed is i
+        """Up to `n` new tokens per prompt: fewer where a stop token comes or the context is full. Row i's seed is i
         unless `seeds` says otherwise; `logprobs` asks for log-probabilities.
         """
         batch = self.start(prompts, n, sampling, seeds=seeds, stop_ids=stop_ids, logprobs=logprobs)
@@ -297,7 +297,7 @@ class _Batch:
 
     @torch.no_grad()
     def advance(self, steps: int) -> list[list[int]]:
-        """At most `steps` more tokens a row, without a look at the device before the last; the new ids of each row."""
+        """Make at most `steps` more tokens per row, looking at the device once at the end; return the new ids."""
         for _ in range(min(steps - (self._taken == 0), self.n - self.made)):
             self.replay()
             self.made += 1

@@ -41,7 +41,7 @@ class Tuning:
     one_slots: int = 32  # of the cache at once
     one_slot_warps: int = 2
     # several rows of data
-    score_rows: int = 64  # of weights a program
+    score_rows: int = 64  # of weights per program
     value_rows: int = 64
     value_programs: int = 132  # about how many share one product of values
     block: int = 128
@@ -242,7 +242,7 @@ class FewStep:
         self.part = torch.empty(3 * max(map(self.split, groups)) * c.dim * self.bb, device=device)
         self.counter = torch.zeros(3 * c.dim, dtype=torch.int32, device=device)
         self.attend = Attend(model, batch, tuning)
-        # programs that wait for each other must all be on the device: one a multiprocessor always is
+        # programs that wait for each other must all be on the device: one per multiprocessor always is
         self.together = 0 if tuning.apart else torch.cuda.get_device_properties(device).multi_processor_count
 
     def split(self, tokens: FusedTokens) -> int:

@@ -71,7 +71,7 @@ def keep(logits_BW: Tensor, how: Sampling) -> Tensor:
 
 
 def choose(logits_BW: Tensor, how: Sampling, uniform_B: Tensor) -> Tensor:
-    """One token a row: the most likely, or by the inverse of the distribution function at `uniform`."""
+    """One token per row: the most likely, or by the inverse of the distribution function at `uniform`."""
     if how.greedy:
         return logits_BW.argmax(-1)
     cumulative_BW = keep(logits_BW, how).double().softmax(-1).cumsum(-1)

@@ -105,7 +105,7 @@ class Pattention(Described):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """For a layer that stands alone: outputs of RMS 0.65 a segment whatever the scale of the input (L2 forms)."""
+        """For a layer that stands alone: outputs of RMS 0.65 per segment whatever the scale of the input (L2 forms)."""
         for segment in self.segments:
             nn.init.normal_(segment.key_tokens, std=0.02)
             nn.init.normal_(segment.value_tokens, std=len(segment.value_tokens) ** -0.5)

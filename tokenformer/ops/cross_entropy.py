@@ -48,7 +48,7 @@ def linear_cross_entropy(
     one = loss_of or _chunk
     if len(pairs) == 1:
         total = one(hidden_TD, weight_WD, labels_T)
-    else:  # backward makes each chunk's logits again instead of keeping them
+    else:  # backward recomputes each chunk's logits instead of keeping them
         parts = [checkpoint(one, h, weight_WD, y, use_reentrant=False, preserve_rng_state=False) for h, y in pairs]
         total = torch.stack(parts).sum()
     return total, (labels_T != IGNORED).sum()

@@ -23,7 +23,7 @@ def angles(positions_T: Tensor, dims: int, base: float, dtype: torch.dtype = tor
 
 def rotate(x: Tensor, cos_TA: Tensor, sin_TA: Tensor, heads: int = 1) -> Tensor:
     """Turn the first 2·A channels of x (B, H, T, C), or (B, T, H, C) with heads=2, by angles (T, A) or (B, T, A)."""
-    if heads == 2 or cos_TA.ndim == 3:  # one angle a position or sample, the same for all heads
+    if heads == 2 or cos_TA.ndim == 3:  # one angle per position or sample, the same for all heads
         cos_TA, sin_TA = cos_TA.unsqueeze(-2 if heads == 2 else 1), sin_TA.unsqueeze(-2 if heads == 2 else 1)
     half = cos_TA.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)

@@ -85,7 +85,7 @@ class TokenFormerConfig(PreTrainedConfig):
 
 
 class HFBlock(GradientCheckpointingLayer, Block):
-    """The native block, made again in backward when gradient checkpointing is on."""
+    """The native block, recomputed in backward when gradient checkpointing is on."""
 
 
 class HFCache:

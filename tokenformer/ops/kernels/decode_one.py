@@ -119,7 +119,7 @@ def _scores_one(
     K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """PER scores a program."""
+    """PER scores per program."""
     TILES: tl.constexpr = (PER + R - 1) // R
     low = tl.program_id(0) * PER
     high = tl.minimum(low + PER, count)
@@ -137,7 +137,7 @@ def _values_one(
     N: tl.constexpr, SEGMENTS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     DEPTH: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PER outputs of a member a program: values · gelu(score · τ / ‖score‖), each segment by itself."""
+    """PER outputs of a member per program: values · gelu(score · τ / ‖score‖), each segment by itself."""
     TILES: tl.constexpr = (PER + R - 1) // R
     EACH: tl.constexpr = N // K
     member = tl.program_id(1)

@@ -1,6 +1,6 @@
 """Pattention for training: cuBLAS for its products, one kernel for Θ, one for its gradient.
 
-Unusual: what is kept for backward is the scores and one number a row and segment; Θ is computed again. All segments of
+Unusual: what is kept for backward is the scores and one number per row and segment; Θ is recomputed. All segments of
 all members (q, k, v) lie side by side in one buffer of scores, each padded to 64 columns by zero keys and values: one
 product makes all scores, and one product per member adds up its segments, onto the residual stream where there is one.
 No atomics: equal inputs give equal bits. Legend: T rows of data, D d_in, E d_out, W columns of scores, S segments.
@@ -146,7 +146,7 @@ def _backward(
     WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of Θ that of the scores, and Θ itself again."""
+    """From the gradient of Θ compute that of the scores, and recompute Θ itself."""
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     place = rows[:, None] * W + start + cols[None, :]
@@ -248,7 +248,7 @@ def theta_backward(
     taus: Sequence[float],
     kind: str,
 ) -> tuple[Tensor, Tensor]:
-    """From each member's gradient of Θ: Θ (T, W) again, and the gradient of the scores."""
+    """From each member's gradient of Θ compute that of the scores, and recompute Θ (T, W)."""
     rows, width = scores.shape
     out, slopes = torch.empty_like(scores), torch.empty_like(scores)
     start = which = 0
@@ -282,7 +282,7 @@ def add_product_(base: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class Fused(torch.autograd.Function):
-    """x (T, D), keys (W, D), values (columns of a member, E) → an output a member.
+    """x (T, D), keys (W, D), values (columns of a member, E) → one output per member.
 
     `onto` says what the outputs are added to, and the gradient of x with it, both inside a product: "nothing", "input"
     (x itself), "residual", or "fork": then x is handed on as the last output. With `cos` and `sin` the first
