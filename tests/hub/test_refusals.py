@@ -499,7 +499,7 @@ def test_a_packed_task_cannot_fill_memory(originals, tmp_path, capsys):
         for _ in range(100):
             file.write(b" " * (1 << 20))
     more = ["--tasks", "hellaswag", "--data-dir", tmp_path, "--native", "--device", "cpu"]
-    assert "MB that a task may have" in refused(capsys, "eval", originals / "ours", *more)
+    assert "that a task may have" in refused(capsys, "eval", originals / "ours", *more)
 
 
 def test_half_a_surrogate_pair_is_one_sentence(originals, tmp_path, capsys):
