@@ -116,7 +116,7 @@ BROKEN = [
     ("piqa", '{"goal": "a", "sol1": "b", "sol2": 3, "label": 0}\n', "line 1 cannot be asked"),
     ("piqa", '{"goal": "a", "sol1": "b", "sol2": "", "label": 0}\n', "a choice is empty"),
     ("piqa", "3\n", "line 1 lacks goal"),
-    ("piqa", "{\n", "is not JSON lines"),
+    ("piqa", "{\n", "line 1 is not JSON"),
     ("piqa", "", "has no rows"),
     ("arc_easy", '{"question": "a", "choices": ["b", "c"], "gold": 2}\n', "none of the 2 choices"),
     ("winogrande", WINO + WINO.replace('1"}', '3"}'), "line 2 cannot be asked (its right answer is none of"),
