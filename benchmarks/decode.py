@@ -20,7 +20,7 @@ from step import commit, parsed
 from tokenformer.config import ModelConfig
 from tokenformer.infer import Engine
 from tokenformer.infer.cache import StaticCache
-from tokenformer.infer.fused import FusedModel, Tuning
+from tokenformer.infer.kernel_step import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
 from tokenformer.models import LanguageModel, cost
 

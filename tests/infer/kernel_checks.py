@@ -9,7 +9,7 @@ from small_models import make
 
 from tokenformer.config import LayerOverride
 from tokenformer.infer.cache import StaticCache
-from tokenformer.infer.fused import FusedModel, Tuning
+from tokenformer.infer.kernel_step import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
 from tokenformer.models import LanguageModel
 

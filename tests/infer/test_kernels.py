@@ -13,7 +13,7 @@ from small_models import make
 
 from tokenformer.errors import UserError
 from tokenformer.infer import Engine, Sampling
-from tokenformer.infer.fused import FusedModel, Tuning, why_not
+from tokenformer.infer.kernel_step import FusedModel, Tuning, why_not
 
 CASES = {
     "one segment, 1 rows": 2e-5,

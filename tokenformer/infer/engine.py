@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenformer.errors import UserError
 from tokenformer.infer.cache import StaticCache
-from tokenformer.infer.fused import FusedModel, Tuning, why_not
+from tokenformer.infer.kernel_step import FusedModel, Tuning, why_not
 from tokenformer.infer.packed import Packed
 from tokenformer.infer.sampling import Sampling, choose, penalise, uniform
 from tokenformer.models import LanguageModel
