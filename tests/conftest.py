@@ -1,12 +1,17 @@
 """What several tests need: the golden tensors of the official code, and the shared folder where there is one."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from safetensors.torch import load_file
 
 torch.set_num_threads(1)  # two test processes share two cores
+settings.register_profile("same cases every time", derandomize=True)
+if not os.environ.get("NEW_CASES"):  # NEW_CASES=1 pytest -m hypothesis: look for what no run has tried yet
+    settings.load_profile("same cases every time")
 DATA = Path(__file__).parent / "data"
 collect_ignore_glob = ["data/before/*"]  # an exported folder has a module in it
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax")

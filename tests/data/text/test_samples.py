@@ -155,7 +155,7 @@ def test_a_part_without_a_document_is_cut_by_tokens_and_says_so(tmp_path):
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 6), st.lists(st.sampled_from([0, 1e-4, 0.5, 1, 90]), min_size=1, max_size=3))
+@given(st.integers(1, 60), st.integers(1, 6), st.lists(st.sampled_from([0, 1e-4, 0.5, 1, 90]), min_size=1, max_size=3))
 @example(4, 1, [1, 0, 1])
 @example(3, 1, [0, 1, 1])
 @example(100, 1, [90, 0, 10])
@@ -167,7 +167,7 @@ def test_parts_share_no_token_and_leave_none_out(tmp_path_factory, tokens, docum
     assert edges[0] == 0 and edges[-1] == tokens and edges == sorted(edges)
     for share, start, stop in zip([*shares, 0, 0], edges, edges[1:], strict=False):
         assert share > 0 or start == stop
-    assert all(share == 0 or tokens < 40 or b > a for share, a, b in zip(shares, edges, edges[1:], strict=False))
+        assert share * tokens < sum(shares) or start < stop  # whoever is owed a token has one
 
 
 @settings(max_examples=80, deadline=None)
