@@ -24,7 +24,7 @@ from tokenformer.config_train import (
 )
 from tokenformer.errors import UserError
 from tokenformer.parsing import YAML_BYTES, is_file, parse_yaml, read_text, shown
-from tokenformer.strict import bounded, build, key, merge, need, override
+from tokenformer.strict import bounded, build, foreign, key, merge, need, override
 from tokenformer.strict import to_dict as to_dict
 from tokenformer.strict import to_yaml as to_yaml
 
@@ -53,7 +53,7 @@ class ModelConfig:
     layers: int = key("blocks", 0, quiet=True, most=10_000)
     dim: int = key("width of the residual stream", 0, quiet=True, most=WIDE)
     heads: int = key("attention heads; must divide dim", 0, quiet=True, most=WIDE)
-    of: str = key("what the model is of: language, or what a caller's `build` makes", "language", quiet=True)
+    of: str = key("what the model is of: language, image, or what a caller's `build` makes", "language", quiet=True)
     trunks: dict[str, "ModelConfig"] = key(
         "of a model of several trunks: name → that trunk's own keys; its parameters are called NAME.…", make=dict
     )
@@ -78,9 +78,27 @@ class ModelConfig:
     layer_overrides: dict[int, LayerOverride] = key("layer number → where that layer differs", make=dict)
     ffn_dim: int | None = key("hidden width of the MLP (transformer, llama); absent = 4·dim", None, most=LONG)
     kv_heads: int | None = key("key/value heads (llama); absent = heads", None, most=LONG)
-    context: int = key("longest sequence the model is trained on", 2048, most=LONG)
-    vocab: int = key("rows of the embedding: the tokenizer's size padded to a multiple of 128", 50304, most=LONG)
-    tied: bool = key("output head = embedding", True)
+    context: int = key("longest sequence the model is trained on", 2048, most=LONG, of="language")
+    vocab: int = key(
+        "rows of the embedding: the tokenizer's size padded to a multiple of 128", 50304, most=LONG, of="language"
+    )
+    tied: bool = key("output head = embedding", True, of="language")
+    image_size: int | list[int] = key(
+        "height and width of the images that it is trained on; one number: square", 224, most=WIDE, of="image"
+    )
+    patch: int = key("height and width of a patch", 16, most=WIDE, of="image")
+    channels: int = key("of an image", 3, most=WIDE, of="image")
+    classes: int = key("rows of the head; 0 = no head, the model gives what it would read", 1000, most=LONG, of="image")
+    pool: Literal["class", "mean"] = key(
+        "what the head reads: a class token, or the mean of the patches", "class", of="image"
+    )
+    positions: Literal["learned", "rotary"] = key(
+        "of the patches: learned, interpolated to other sizes; or rotary, half of the angles by row, half by column",
+        "learned",
+        of="image",
+    )
+    bias: bool = key("kind transformer: projections have biases", False, of="image")
+    norm_affine: bool = key("kind transformer: norms of the blocks have weights and biases", False, of="image")
     rotary_fraction: float = key("share of each head's channels that is rotated", 0.25)
     rotary_base: float = key("base of the rotary frequencies", 10000.0)
     norm_eps: float = key("epsilon of LayerNorm or RMSNorm", 1e-5)
@@ -117,6 +135,14 @@ class ModelConfig:
             f"model.rotary_fraction {self.rotary_fraction} of {self.head_dim} channels a head rotates "
             f"{self.rotary_dims} of them: choose a fraction that gives an even number",
         )
+        for field in dataclasses.fields(self):
+            of = field.metadata["of"]
+            need(
+                self.of not in ("language", "image") or of in ("", self.of) or foreign(field, self),
+                f"model.{field.name} belongs to models of {of}, and this one is of {self.of}: remove it",
+            )
+        if self.of == "image":
+            self._check_image()
         if self.kind == "tokenformer":
             for name in ("ffn_dim", "kv_heads"):
                 need(getattr(self, name) is None, f"model.{name} has no meaning for kind tokenformer: remove it")
@@ -137,6 +163,40 @@ class ModelConfig:
             kv_heads > 0 and self.heads % kv_heads == 0,
             f"model.kv_heads is {kv_heads}, which does not divide heads {self.heads}",
         )
+
+    def _check_image(self) -> None:
+        sides = self.image_size if isinstance(self.image_size, list) else [self.image_size] * 2
+        need(
+            len(sides) == 2 and self.patch > 0 and all(side > 0 and side % self.patch == 0 for side in sides),
+            f"model.image_size is {self.image_size}: give a multiple of the patch ({self.patch}), or two of them",
+        )
+        need(self.channels > 0, f"model.channels is {self.channels}: give a number above 0")
+        need(self.classes >= 0, f"model.classes is {self.classes}: give a number above 0, or 0 for no head")
+        need(
+            self.positions == "learned" or self.rotary_dims % 4 == 0,
+            f"model.rotary_fraction {self.rotary_fraction} rotates {self.rotary_dims} channels of a head: with "
+            "positions rotary choose a fraction that gives a multiple of 4, half for rows and half for columns",
+        )
+        for name in ("bias", "norm_affine"):
+            need(
+                self.kind == "transformer" or not getattr(self, name),
+                f"model.{name} has no meaning for kind {self.kind}: remove it",
+            )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches of an image.
+
+        >>> ModelConfig(layers=1, dim=32, heads=2, of="image", kind="transformer", image_size=[32, 64]).grid
+        (2, 4)
+        """
+        sides = self.image_size if isinstance(self.image_size, list) else [self.image_size] * 2
+        return sides[0] // self.patch, sides[1] // self.patch
+
+    @property
+    def length(self) -> int:
+        """Positions of a sample: the context, or an image's patches and class token."""
+        return self.grid[0] * self.grid[1] + (self.pool == "class") if self.of == "image" else self.context
 
     @property
     def head_dim(self) -> int:

@@ -22,12 +22,13 @@ def key(
     make: Any = dataclasses.MISSING,
     quiet: bool = False,
     most: float = MOST,
+    of: str = "",
 ) -> Any:
     """A config key: what it means, its default (or the function that makes it) and the largest number it may hold.
 
-    `quiet`: not written out as default.
+    `quiet`: not written out as default. `of`: the kind of model (`model.of`) that alone has this key.
     """
-    about = {"doc": doc, "quiet": quiet, "most": most}
+    about = {"doc": doc, "quiet": quiet, "most": most, "of": of}
     return dataclasses.field(default=default, default_factory=make, metadata=about)
 
 
@@ -155,12 +156,19 @@ def _words(kind: Any) -> str:
     return " or ".join(_words(a) for a in args) if args else "a mapping"
 
 
+def foreign(field: dataclasses.Field, config: Any) -> bool:
+    """Whether a key belongs to another kind of model than this config's, and says nothing here."""
+    return field.metadata["of"] not in ("", getattr(config, "of", "")) and getattr(config, field.name) == field.default
+
+
 def to_dict(config: Any) -> dict:
-    """Plain containers of a config; keys that say nothing (null, empty, quiet defaults) are left out."""
+    """Plain containers of a config; keys that say nothing (null, empty, quiet defaults, of other kinds of models) are
+    left out.
+    """
 
     def plain(value: Any, inside_list: bool = False) -> Any:
         if dataclasses.is_dataclass(value):
-            pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+            pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value) if not foreign(f, value)]
             value = {f.name: v for f, v in pairs if not (f.metadata["quiet"] and v == f.default)}
         if isinstance(value, dict):
             said = {k: plain(v) for k, v in value.items()}

@@ -160,4 +160,4 @@ def test_several_trunks_cost_what_their_blocks_cost_together():
     both, apart = cost(ModelConfig(of="pair", trunks={"text": text, "image": image})), [cost(text), cost(image)]
     assert both.parameters == sum(c.parameters - 64 * 32 for c in apart) and both.head_parameters == 0
     assert both.matmul_parameters == sum(c.matmul_parameters for c in apart) == sum(both.projections.values())
-    assert both.token_flops(8) == 2 * (2 + 3) * 32 * 8 and both.token_flops(8, causal=False) == 2 * both.token_flops(8)
+    assert both.token_flops(8) == 2 * (2 + 3) * 32 * 8 and both.causal

@@ -1,7 +1,7 @@
 """Plain modules that read like the paper, built from configs. A name is imported when it is used, torch with it."""
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
@@ -9,6 +9,7 @@ from tokenformer.models.cost import Cost as Cost
 from tokenformer.models.cost import cost as cost
 
 if TYPE_CHECKING:
+    from tokenformer.models.image import ImageModel as ImageModel
     from tokenformer.models.init import init_weights as init_weights
     from tokenformer.models.language import LanguageModel as LanguageModel
     from tokenformer.models.language import Output as Output
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from tokenformer.models.trunk import Trunk as Trunk
     from tokenformer.models.trunk import View as View
 
-_HOME = {"init_weights": "init", "Pattention": "layers"}
+_HOME = {"ImageModel": "image", "init_weights": "init", "Pattention": "layers"}
 _HOME |= dict.fromkeys(("LanguageModel", "Output"), "language") | dict.fromkeys(("Cache", "Trunk", "View"), "trunk")
 
 
@@ -27,16 +28,17 @@ def __getattr__(name: str):
     return getattr(importlib.import_module(f"tokenformer.models.{_HOME[name]}"), name)
 
 
-def build(config: ModelConfig, seed: int = 0) -> "LanguageModel":
+def build(config: ModelConfig, seed: int = 0) -> Any:
     """The model that a config describes, chosen by `of`.
 
     >>> config = ModelConfig(layers=1, dim=32, heads=4, qkv_tokens=16, proj_tokens=16, ffn_tokens=64, vocab=128)
     >>> type(build(config)).__name__
     'LanguageModel'
     """
+    from tokenformer.models.image import ImageModel
     from tokenformer.models.language import LanguageModel
 
-    kinds = {"language": LanguageModel}
+    kinds = {"language": LanguageModel, "image": ImageModel}
     if config.of not in kinds:
         raise UserError(f"model.of is '{config.of}', but must be {', '.join(kinds)}; or give `Trainer` a `build`")
     return kinds[config.of](config, seed)

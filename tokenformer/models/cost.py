@@ -1,6 +1,7 @@
 """What a model costs, from its config alone: parameters, FLOPs (with parameters and with other tokens apart), cache.
 
-Causal attention is counted once: 2·layers·dim·context forward per token. Many tools count it twice.
+Causal attention is counted once: 2·layers·dim·context forward per token. Many tools count it twice. Attention that is
+not causal (`Cost.causal`; images) is 4·layers·dim·length per token.
 """
 
 import dataclasses
@@ -20,18 +21,24 @@ class Cost:
     projections: dict[str, int]  # matmul parameters of each projection, all layers together
     attended: int  # channels in which data tokens attend to each other: Σ dim over all layers
     cache_values: int  # numbers that the key/value cache holds for a token
+    causal: bool = True  # whether a token sees those before it alone
+    end_flops: int = 0  # forward, once per sample, outside the blocks: patches and class head of an image
 
     @property
     def parameter_flops(self) -> int:
         """Forward, between a token and the parameters; free of the context."""
         return 2 * (self.matmul_parameters + self.head_parameters)
 
-    def token_flops(self, context: int, causal: bool = True) -> int:
+    def token_flops(self, context: int) -> int:
         """Forward, between a token and those it sees: all of the context, or half of it in the mean where causal."""
-        return (2 if causal else 4) * self.attended * context
+        return (2 if self.causal else 4) * self.attended * context
 
-    def training_flops(self, context: int, causal: bool = True) -> int:
-        return 3 * (self.parameter_flops + self.token_flops(context, causal))
+    def training_flops(self, context: int) -> int:
+        return 3 * (self.parameter_flops + self.token_flops(context))
+
+    def sample_flops(self, length: int) -> int:
+        """Forward, of a whole sample: a sequence of this context, an image of so many positions."""
+        return length * (self.parameter_flops + self.token_flops(length)) + self.end_flops
 
     def cache_bytes(self, width: int = 2) -> int:
         return width * self.cache_values
@@ -48,9 +55,18 @@ def cost(config: ModelConfig) -> Cost:
         parts: list[dict[str, Any]] = [dataclasses.asdict(blocks(trunk)) for trunk in config.trunks.values()]
         names = list(dict.fromkeys(name for part in parts for name in part["projections"]))
         projections = {name: sum(part["projections"].get(name, 0) for part in parts) for name in names}
-        sums = {key: sum(part[key] for part in parts) for key in parts[0] if key != "projections"}
+        counts = [key for key in parts[0] if key not in ("projections", "causal")]
+        sums: dict[str, Any] = {key: sum(part[key] for part in parts) for key in counts}
         return Cost(projections=projections, **sums)
     c, embedding = config, config.vocab * config.dim
+    if c.of == "image":
+        return dataclasses.replace(
+            blocks(c),
+            parameters=blocks(c).parameters + _image_rows(c) * c.dim + c.classes,
+            cache_values=0,
+            causal=False,
+            end_flops=2 * c.dim * (math.prod(c.grid) * c.channels * c.patch**2 + c.classes),
+        )
     return dataclasses.replace(
         blocks(c), parameters=blocks(c).parameters + embedding * (1 if c.tied else 2), head_parameters=embedding
     )
@@ -68,14 +84,23 @@ def blocks(config: ModelConfig) -> Cost:
         projections = {name: c.layers * n for name, n in one.items()}
     matmul = sum(projections.values())
     norms = (2 * c.layers + 1) * c.dim if c.kind == "llama" else 2 * c.dim
+    norms += 4 * c.layers * c.dim if c.norm_affine else 0
+    biases = c.layers * (5 * c.dim + c.mlp_dim) if c.bias else 0
     return Cost(
-        parameters=matmul + norms,
+        parameters=matmul + norms + biases,
         matmul_parameters=matmul,
         head_parameters=0,
         projections=projections,
         attended=c.layers * c.dim,
         cache_values=2 * c.layers * kv,
     )
+
+
+def _image_rows(config: ModelConfig) -> int:
+    """Rows of the stream's width outside the blocks: patch embedding and its bias, positions, class token, head."""
+    c = config
+    learned = c.length if c.positions == "learned" else 0
+    return c.channels * c.patch**2 + 1 + learned + (c.pool == "class") + c.classes
 
 
 def equal_transformer(config: ModelConfig) -> ModelConfig:
@@ -86,11 +111,14 @@ def equal_transformer(config: ModelConfig) -> ModelConfig:
     >>> equal_transformer(load("grow/124m").model).dim
     768
     """
-    wanted, step = cost(config).parameters, config.head_dim
-    a, b = 12 * config.layers, config.vocab * (1 if config.tied else 2) + 2  # a·d² + b·d = wanted
+    c, wanted, step = config, cost(config).parameters, config.head_dim
+    a, b = 12 * c.layers, c.vocab * (1 if c.tied else 2) + 2  # a·d² + b·d = wanted
+    shape: dict[str, Any] = {"layers": c.layers, "rotary_fraction": c.rotary_fraction}
+    own = ("context", "vocab", "tied")
+    if c.of == "image":
+        wanted, b = wanted - c.classes, _image_rows(c) + 2
+        own = ("of", "image_size", "patch", "channels", "classes", "pool", "positions")
+    shape |= {name: getattr(c, name) for name in own}
     dim = max(step, round((math.sqrt(b * b + 4 * a * wanted) - b) / (2 * a) / step) * step)
-    ffn_dim = max(1, round(((wanted - b * dim) / config.layers / dim - 4 * dim) / 2))
-    shape = {"layers": config.layers, "context": config.context, "vocab": config.vocab, "tied": config.tied}
-    return ModelConfig(
-        kind="transformer", dim=dim, ffn_dim=ffn_dim, heads=dim // step, rotary_fraction=config.rotary_fraction, **shape
-    )
+    ffn_dim = max(1, round(((wanted - b * dim) / c.layers / dim - 4 * dim) / 2))
+    return ModelConfig(kind="transformer", dim=dim, ffn_dim=ffn_dim, heads=dim // step, **shape)

@@ -28,15 +28,15 @@ def initial(
     ends: Mapping[str, Role],
     key: str | None = None,
 ) -> Tensor:
-    """The first values of one parameter: keys, tables and inward matrices N(0, 0.02); values and outward matrices
-    N(0, 2/(layers·√dim)) of their trunk.
+    """The first values of one parameter: keys, tables, positions and inward matrices N(0, 0.02); values and outward
+    matrices N(0, 2/(layers·√dim)) of their trunk.
 
     `config.init: centred` subtracts from values their mean over the tokens of a segment. `key` is what the numbers are
     drawn by instead of the name.
     """
     found = parse(name, ends)
     role = found.role.kind
-    if not found.role.decays:
+    if not found.role.drawn:
         return torch.full(shape, {"one": 1.0, "zero": 0.0}.get(role, found.role.start))
     trunk, outward = config.trunk(found.trunk), role in ("value", "outward")
     values = draw(seed, key or name, shape) * (2 / (trunk.layers * trunk.dim**0.5) if outward else 0.02)

@@ -134,13 +134,14 @@ class Pattention(Described):
 
 
 class Linear(nn.Linear):
-    """Without bias, computing in the type of its input."""
+    """A matrix, without bias unless asked for, that computes in the type of its input."""
 
-    def __init__(self, d_in: int, d_out: int) -> None:
-        super().__init__(d_in, d_out, bias=False)
+    def __init__(self, d_in: int, d_out: int, bias: bool = False) -> None:
+        super().__init__(d_in, d_out, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight.to(input.dtype))
+        bias = self.bias if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -180,7 +181,9 @@ def project(
     if tokens:
         return _switched(x, tokens, switches)
     weights = [layer.weight for layer in layers if isinstance(layer, Linear)]
-    return F.linear(x, torch.cat(weights).to(x.dtype)).split([len(w) for w in weights], dim=-1)
+    biases: list[Tensor] = [layer.bias for layer in layers if isinstance(layer, Linear) and layer.bias is not None]
+    bias = torch.cat(biases).to(x.dtype) if biases else None
+    return F.linear(x, torch.cat(weights).to(x.dtype), bias).split([len(w) for w in weights], dim=-1)
 
 
 class Norm(nn.Module):
@@ -202,7 +205,7 @@ class Norm(nn.Module):
 def projection(config: ModelConfig, layer: int, which: str, d_out: int) -> Pattention | Linear:
     """`which` of qkv, proj, ffn: parameter tokens, or a plain matrix."""
     if config.kind != "tokenformer":
-        return Linear(config.dim, d_out)
+        return Linear(config.dim, d_out, config.bias)
     sizes, scales = zip(*config.segments(which, layer), strict=True)
     return Pattention(config.dim, d_out, sizes, theta=config.theta, tau=scales, switch=config.switches(which, layer))
 

@@ -14,8 +14,8 @@ class Role(NamedTuple):
     """How a parameter begins and learns.
 
     `key`, `value`: parameter tokens. `inward`, `outward`: matrices that read from and write to the stream. These four
-    are Muon's. `table`: rows that are looked up or matched (embedding, head), with weight decay. `one`, `zero`: begin
-    there, without decay. `own`: begins at `start`, without decay.
+    are Muon's. `table`: rows that are looked up or matched (embedding, head), with weight decay. `position`: drawn like
+    a table, without decay. `one`, `zero`: begin there, without decay. `own`: begins at `start`, without decay.
     """
 
     kind: str
@@ -30,12 +30,18 @@ class Role(NamedTuple):
     def decays(self) -> bool:
         return self.matrix or self.kind == "table"
 
+    @property
+    def drawn(self) -> bool:
+        """Whether it begins with random numbers."""
+        return self.decays or self.kind == "position"
+
 
 KEY = Role("key")
 VALUE = Role("value")
 INWARD = Role("inward")
 OUTWARD = Role("outward")
 TABLE = Role("table")
+POSITION = Role("position")
 ONE = Role("one")
 ZERO = Role("zero")
 

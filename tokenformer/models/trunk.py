@@ -106,8 +106,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate = Linear(config.dim, config.mlp_dim) if config.kind == "llama" else None
-        self.up = Linear(config.dim, config.mlp_dim)
-        self.down = Linear(config.mlp_dim, config.dim)
+        self.up = Linear(config.dim, config.mlp_dim, config.bias)
+        self.down = Linear(config.mlp_dim, config.dim, config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
@@ -121,7 +121,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = Norm(config, affine=False), Norm(config, affine=False)
+        affine = config.norm_affine
+        self.attention_norm, self.ffn_norm = Norm(config, affine=affine), Norm(config, affine=affine)
         self.attention = Attention(config, layer)
         self.ffn = projection(config, layer, "ffn", config.dim) if config.kind == "tokenformer" else MLP(config)
 
@@ -135,7 +136,7 @@ class Block(nn.Module):
 
     def fuses(self, x: Tensor, view: View) -> bool:
         """Whether `fused_forward` computes the same, and gains by it: training on kernels."""
-        plain = type(self.ffn) is Pattention and self.ffn.theta == "l2_norm_gelu" and view.drop is None
+        plain = type(self.ffn) is Pattention and self.ffn.theta == "l2_norm_gelu"
         if not (plain and x.requires_grad and backend(x) == "triton"):
             return False
         a = self.attention
@@ -157,8 +158,12 @@ class Block(nn.Module):
         query, key, value, proj, ffn = (layer.parts(None) for layer in layers)
         turn = (None, None, 0) if view.rotary is None else (*(t.flatten(0, -2) for t in view.rotary), a.head_dim)
         *qkv, x = fused(x, [query, key, value], theta, centred=True, onto="fork", turn=turn)
-        (x,) = fused(a.attend(qkv, view._replace(rotary=None)), [proj], theta, onto="residual", residual=x)
-        return fused(x, [ffn], theta, centred=True, onto="input")[0]
+        seen = a.attend(qkv, view._replace(rotary=None))
+        if view.drop is None:
+            (x,) = fused(seen, [proj], theta, onto="residual", residual=x)
+            return fused(x, [ffn], theta, centred=True, onto="input")[0]
+        x = x + fused(seen, [proj], theta)[0] * per_sample(view.drop[0], x)
+        return x + fused(x, [ffn], theta, centred=True)[0] * per_sample(view.drop[1], x)
 
 
 class Trunk(nn.Module):

@@ -1,0 +1,147 @@
+"""The image model: patches, positions, blocks that are not causal, final norm, class head.
+
+Unusual: images of any size are read whose sides are multiples of the patch; learned positions are interpolated to
+their grid. Legend: B batch, C channels, P patch, R × S grid of patches, T positions, D dim, L layers.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer.config import ModelConfig
+from tokenformer.errors import UserError
+from tokenformer.models.init import init_weights, initial
+from tokenformer.models.layers import Linear
+from tokenformer.models.names import POSITION, TABLE, ZERO, Role
+from tokenformer.models.trunk import Trunk, View
+from tokenformer.ops.rotary import angles
+
+
+class ImageModel(Trunk):
+    """A Vision TokenFormer, or a ViT to compare with, as its config says.
+
+    >>> shape = {"layers": 1, "dim": 32, "heads": 4, "image_size": 32, "patch": 8, "classes": 10}
+    >>> model = ImageModel(ModelConfig(of="image", qkv_tokens=16, proj_tokens=16, ffn_tokens=64, **shape))
+    >>> model(torch.rand(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    >>> model.forward_features(torch.rand(2, 3, 64, 32)).shape
+    torch.Size([2, 33, 32])
+    """
+
+    ends: ClassVar[Mapping[str, Role]] = {
+        "class_token": ZERO,
+        "positions": POSITION,
+        "patches.weight": TABLE,
+        "patches.bias": ZERO,
+        **Trunk.ends,
+        "head.weight": TABLE,
+        "head.bias": ZERO,
+    }
+    entries = ("forward_features", "forward_intermediates")  # ways in beside forward (FSDP must know them)
+    patches: Linear
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        c = config
+        super().__init__(c, patches=Linear(c.channels * c.patch**2, c.dim, bias=True))
+        self.class_token = nn.Parameter(torch.empty(c.dim)) if c.pool == "class" else None
+        self.positions = nn.Parameter(torch.empty(c.length, c.dim)) if c.positions == "learned" else None
+        self.head = Linear(c.dim, c.classes, bias=True) if c.classes else None
+        if self.patches.weight.device.type != "meta":
+            init_weights(self, self.config, seed)
+
+    def forward(self, pixels: Tensor, drop: Tensor | None = None) -> Tensor:
+        """`pixels` (B, C, height, width), normalised → logits (B, classes). `drop`: see `View`."""
+        return self.forward_head(self.forward_features(pixels, drop))
+
+    def forward_features(self, pixels: Tensor, drop: Tensor | None = None) -> Tensor:
+        """All positions after the final norm (B, T, D), the class token first where there is one."""
+        x_BTD, view = self.embed(pixels, drop)
+        return self.run(x_BTD, view)
+
+    def forward_head(self, features_BTD: Tensor, pre_logits: bool = False) -> Tensor:
+        """Logits of `forward_features`; with `pre_logits`, or without a head, what the head reads (B, D)."""
+        pooled_BD = features_BTD.mean(1) if self.class_token is None else features_BTD[:, 0]
+        return pooled_BD if pre_logits or self.head is None else self.head(pooled_BD)
+
+    def forward_intermediates(
+        self, pixels: Tensor, indices: int | Sequence[int] | None = None, norm: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`forward_features`, and maps (B, D, R, S) of the patches behind some blocks.
+
+        `indices`: layer numbers (negative ones from the end), or how many of the last blocks; absent = all. `norm`
+        applies the final norm to the maps.
+        """
+        count = len(self.blocks)
+        wanted = range(count) if indices is None else indices
+        wanted = [i % count for i in (range(count - wanted, count) if isinstance(wanted, int) else wanted)]
+        seen: dict[int, Tensor] = {}
+        x_BTD, view = self.embed(pixels, None)
+        for layer, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, view)
+            seen[layer] = self.norm(x_BTD) if norm else x_BTD
+        rows, columns = self.grid_of(pixels)
+        maps = [seen[layer][:, -rows * columns :].mT.unflatten(2, (rows, columns)) for layer in wanted]
+        return self.norm(x_BTD), maps
+
+    def embed(self, pixels: Tensor, drop: Tensor | None) -> tuple[Tensor, View]:
+        """Patches with their positions (B, T, D), and what the blocks may know."""
+        if not pixels.is_floating_point():
+            raise UserError(f"the model reads normalised floating point pixels, not {pixels.dtype}: convert them first")
+        grid, patch = self.grid_of(pixels), self.config.patch
+        pixels = pixels.to(self.compute_dtype or self.patches.weight.dtype)
+        cut = pixels.unflatten(3, (grid[1], patch)).unflatten(2, (grid[0], patch))  # (B, C, R, P, S, P)
+        x_BTD = self.patches(cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
+        if self.class_token is not None:
+            x_BTD = torch.cat([self.class_token.to(x_BTD.dtype).expand(len(x_BTD), 1, -1), x_BTD], dim=1)
+        if self.positions is not None:
+            x_BTD = x_BTD + resized(self.positions, self.config.grid, grid).to(x_BTD.dtype)
+        return x_BTD, View(self.turns(grid, x_BTD), causal=False, drop=drop)
+
+    def grid_of(self, pixels: Tensor) -> tuple[int, int]:
+        c = self.config
+        if pixels.ndim != 4 or pixels.shape[1] != c.channels or pixels.shape[2] % c.patch or pixels.shape[3] % c.patch:
+            raise UserError(
+                f"the model reads images (batch, {c.channels}, height, width) whose sides are multiples of the patch "
+                f"{c.patch}, not {list(pixels.shape)}: resize them"
+            )
+        return pixels.shape[2] // c.patch, pixels.shape[3] // c.patch
+
+    def turns(self, grid: tuple[int, int], x_BTD: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of each position; another grid spans the same angles as the config's. A class token stays."""
+        c = self.config
+        if c.positions != "rotary":
+            return None
+        sides = [torch.arange(n, device=x_BTD.device) * (own / n) for n, own in zip(grid, c.grid, strict=True)]
+        both = torch.cartesian_prod(*sides).T
+        rows, columns = (angles(side, c.rotary_dims // 2, c.rotary_base, x_BTD.dtype) for side in both)
+        cos, sin = (torch.cat(pair, dim=-1) for pair in zip(rows, columns, strict=True))
+        if self.class_token is not None:
+            cos, sin = F.pad(cos, (0, 0, 1, 0), value=1.0), F.pad(sin, (0, 0, 1, 0))
+        return cos, sin
+
+    def reset_classifier(self, classes: int, seed: int = 0) -> None:
+        """Replace the head by a new one for so many classes; 0: none."""
+        self.config, old = dataclasses.replace(self.config, classes=classes), self.patches.weight
+        self.head = Linear(self.config.dim, classes, bias=True).to(old) if classes else None
+        for name, parameter in self.head.named_parameters() if self.head is not None else ():
+            first = initial(f"head.{name}", tuple(parameter.shape), self.config, seed, self.ends)
+            parameter.data.copy_(first)
+
+
+def resized(positions_TD: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:
+    """Learned positions for another grid of patches, bicubic; what stands before the patches (a class token) stays.
+
+    >>> resized(torch.zeros(1 + 4, 8), (2, 2), (3, 4)).shape
+    torch.Size([13, 8])
+    """
+    if grid == to:
+        return positions_TD
+    first_TD, patches_TD = positions_TD.split([len(positions_TD) - grid[0] * grid[1], grid[0] * grid[1]])
+    wide = patches_TD.to(torch.promote_types(patches_TD.dtype, torch.float32))
+    image = wide.T.unflatten(1, grid)[None]
+    image = F.interpolate(image, size=to, mode="bicubic", antialias=True)
+    return torch.cat([first_TD, image[0].flatten(1).T.to(positions_TD.dtype)])
