@@ -37,7 +37,7 @@ def key(
 
 
 class Section:
-    """A part of a config. Its numbers are checked against the bounds of their keys, whether YAML or Python makes it."""
+    """A part of a config. Numbers and choices are checked whether YAML (`build`) or Python makes it."""
 
     section = ""  # what messages call it
 
@@ -45,7 +45,11 @@ class Section:
         cls.section = section
 
     def __post_init__(self) -> None:
-        check_bounds(type(self), vars(self), self.section)
+        cls: Any = type(self)
+        check_bounds(cls, vars(self), self.section)
+        for field in dataclasses.fields(cls):
+            if typing.get_origin(field.type) is Literal:
+                _convert(field.type, getattr(self, field.name), _join(self.section, field.name))
 
 
 def check_bounds(cls: Any, values: dict[str, Any], at: str) -> None:
