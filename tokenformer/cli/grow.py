@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> None:
     if not args.verify:
         types = {name: dtypes[min(recipe.reads())] for name, recipe in plan.recipes.items()}
         events = [*history, plan.event]
-        write_folder(args.out, plan.config, events, made(plan, tensors), types, opened.tokenizer_json, force=args.force)
+        more = {"force": args.force, "images": opened.images if config.of == "image" else None}
+        write_folder(args.out, plan.config, events, made(plan, tensors), types, opened.tokenizer_json, **more)
     else:
         width = max(dtype.itemsize for dtype in dtypes.values()) / 1e6
         print(
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
             f"{width * (before + 4 * after):,.0f} MB and activations (--no-verify: a tensor at a time)",
             flush=True,
         )
-        ids = {"random tokens": random_ids(config, args.seed)}
+        ids = {f"random {'pixels' if config.of == 'image' else 'tokens'}": random_ids(config, args.seed)}
         if args.text:
             ids[args.text.name] = text_ids(args.text, opened, 1 << 13)
         bigger = growth.follow(opened.model, plan, share=True)
@@ -130,8 +131,11 @@ def _sizes(config: "ModelConfig", wanted: "ModelConfig") -> dict[str, Any]:
 def random_ids(config: "ModelConfig", seed: int) -> "Tensor":
     import torch
 
+    chance = torch.Generator().manual_seed(seed)
+    if config.of == "image":
+        return torch.randn(4, config.channels, *(side * config.patch for side in config.grid), generator=chance)
     length = min(config.context, 128)
-    return torch.randint(config.vocab, (4, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(config.vocab, (4, length), generator=chance)
 
 
 def text_ids(path: Path, opened: "Opened", tokens: int) -> "Tensor":

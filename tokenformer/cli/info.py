@@ -21,7 +21,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     config = model_config(args.source)
-    lengths = [parse_length(text) for text in args.context.split(",")] if args.context else [config.context]
+    if args.context and config.of == "image":
+        raise UserError("--context is for language models: an image is as long as its size says, so leave it out")
+    lengths = [parse_length(text) for text in args.context.split(",")] if args.context else [config.length]
     show(config)
     compare(config, lengths)
 
@@ -61,18 +63,29 @@ def show(config: ModelConfig) -> None:
     shape = f"{config.kind}, {config.layers} layers, dim {config.dim}, {config.heads} heads of {config.head_dim}"
     if config.kv_heads:
         shape += f" ({config.kv_heads} for keys and values)"
-    print(f"{shape}, vocabulary {config.vocab:,}{'' if config.tied else ' (untied)'}, context {config.context:,}")
     rotated = f"{config.rotary_dims} of {config.head_dim} channels rotated"
+    if config.of == "image":
+        rows, columns = config.grid
+        shape += f", {rows} × {columns} patches of {config.patch} × {config.patch} pixels, {config.classes:,} classes"
+        print(f"{shape}, pool {config.pool}; attention is not causal")
+        rotated = rotated if config.positions == "rotary" else "learned positions"
+    else:
+        print(f"{shape}, vocabulary {config.vocab:,}{'' if config.tied else ' (untied)'}, context {config.context:,}")
     print(f"theta {config.theta}, {rotated}" if config.kind == "tokenformer" else rotated)
     rows = [[name, _segments(config, name), f"{count:,}"] for name, count in total.projections.items()]
     norms = total.parameters - total.matmul_parameters - total.head_parameters * (1 if config.tied else 2)
-    rows += [["embedding", "", f"{total.head_parameters:,}"]]
-    rows += [] if config.tied else [["output head", "", f"{total.head_parameters:,}"]]
-    rows += [["norms", "", f"{norms:,}"], ["matmul, in blocks", "", f"{total.matmul_parameters:,}"]]
+    if config.of == "image":
+        rows += [["patches, positions, head, norms, biases", "", f"{norms:,}"]]
+    else:
+        rows += [["embedding", "", f"{total.head_parameters:,}"]]
+        rows += [] if config.tied else [["output head", "", f"{total.head_parameters:,}"]]
+        rows += [["norms", "", f"{norms:,}"]]
+    rows += [["matmul, in blocks", "", f"{total.matmul_parameters:,}"]]
     table(["projection", "a layer", "parameters"], [*rows, ["all", "", f"{total.parameters:,}"]])
     gb = total.parameters / 1e9
     print(f"weights {2 * gb:.2f} GB in bf16, {4 * gb:.2f} GB in fp32; training state (fp32, AdamW) {16 * gb:.2f} GB")
-    print(f"key/value cache {total.cache_bytes():,} bytes a token in bf16")
+    if total.cache_values:
+        print(f"key/value cache {total.cache_bytes():,} bytes a token in bf16")
 
 
 def _segments(config: ModelConfig, name: str) -> str:
@@ -91,6 +104,12 @@ def compare(config: ModelConfig, lengths: list[int]) -> None:
     from tokenformer.models.cost import cost, equal_transformer
 
     rival = equal_transformer(config)
+    if config.of == "image":
+        pair = ((config.kind, cost(config)), (f"transformer, dim {rival.dim}", cost(rival)))
+        flops = [(name, c.parameters / 1e6, c.sample_flops(config.length) / 1e9) for name, c in pair]
+        rows = [[name, f"{size:,.1f}", f"{forward:.3f}", f"{3 * forward:.3f}"] for name, size, forward in flops]
+        head = ["model", "M parameters", "forward", "training"]
+        return table(head, rows, title="GFLOPs an image (attention is not causal), a Transformer as large beside it")
     rows = []
     for length in lengths:
         for name, c in ((config.kind, cost(config)), (f"transformer, dim {rival.dim}", cost(rival))):

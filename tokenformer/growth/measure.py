@@ -4,13 +4,13 @@ Legend: T rows of data, D dim, N parameter tokens of one segment.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tokenformer.config import PROJECTION_OF
-from tokenformer.models import LanguageModel, Pattention
+from tokenformer.models import Pattention
 from tokenformer.models.layers import THETAS, Segment
 from tokenformer.models.names import Name
 from tokenformer.models.trunk import Block
@@ -40,8 +40,10 @@ def segments(model: nn.Module, on: str = "") -> Iterator[tuple[Where, Segment]]:
 
 
 @torch.no_grad()
-def each_activation(model: LanguageModel, ids: Tensor, visit: Callable[[Where, Tensor, Tensor], None]) -> None:
-    """Run the model on ids (B, T), and call `visit(where, score_TN, activation_TN)` per segment and sample."""
+def each_activation(model: Any, ids: Tensor, visit: Callable[[Where, Tensor, Tensor], None]) -> None:
+    """Run the model on ids (B, T), or on pixels, and call `visit(where, score_TN, activation_TN)` per segment and
+    sample.
+    """
     hooks = []
 
     def hook_of(layer: int, names: list[str], members: list[Pattention]) -> Callable:
@@ -59,8 +61,9 @@ def each_activation(model: LanguageModel, ids: Tensor, visit: Callable[[Where, T
         hooks.append(block.attention.register_forward_pre_hook(hook_of(layer, qkv, [found[name] for name in qkv])))
         hooks += [found[n].register_forward_pre_hook(hook_of(layer, [n], [found[n]])) for n in ("proj", "ffn")]
     try:
+        run = model.forward_features if model.config.of == "image" else model.hidden
         for row in ids:
-            model.hidden(row[None])
+            run(row[None])
     finally:
         for handle in hooks:
             handle.remove()

@@ -146,6 +146,8 @@ def hold(model: Model, config: ModelConfig, tensors: Mapping[str, Tensor], event
     for parameter in frozen:
         parameter.requires_grad_(False)  # assignment turned it on
     new.history, new.compute_dtype = [*model.history, event], model.compute_dtype
+    if hasattr(model, "images"):
+        new.images = model.images
     return new.train(model.training)
 
 

@@ -48,7 +48,8 @@ def shrink(
 ) -> Model:
     """A smaller model. Sizes are totals afterwards, for each layer; `ratio` is the share that stays instead.
 
-    `by`: `energy` (needs ids (B, T) of real text) or `newest` (the last rows of the last segments go first).
+    `by`: `energy` (needs ids (B, T) of real text, or pixels of real images) or `newest` (the last rows of the last
+    segments go first).
     `across`: every layer keeps as many (`layer`), or as many are kept in all layers together, where they do most
     (`model`). `tau`: `match` (such that Θ of what stays is as large as it was, in the mean over the ids; the default
     with ids, measured best), `sqrt_n` (times the root of the share of tokens that stay; the default without) or `hold`.
@@ -215,6 +216,6 @@ def _cut(
     event = {"what": "shrink", "number": len(model.history), **({"on": on} if on else {}), **how}
     event |= {"before": sizes(trunk), "after": sizes(config)}
     smaller = hold(model, model.config.with_trunk(on, config), tensors, event)
-    if ids is not None:
+    if ids is not None and model.config.of == "language":
         event |= {"loss_before": loss(model, ids), "loss_after": loss(smaller, ids)}
     return smaller

@@ -1,11 +1,13 @@
-"""A certificate of a growth, on token ids: how far logits and loss moved, by which rule, and which tokens can learn.
+"""A certificate of a growth: how far logits and loss moved on samples, by which rule, and which tokens can learn.
 
 Unusual: nothing is trained. Two steps are tried on copies of the new parameters alone, the model stays as it is.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
@@ -39,7 +41,9 @@ class Certificate:
 
 
 def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> Certificate:
-    """Run both on ids (B, T) and compare; then see which new tokens get gradient within two steps."""
+    """Run both on ids (B, T), or on pixels (B, C, H, W), and compare; then see which new tokens get gradient within two
+    steps.
+    """
     absolute, largest = change(old, new, ids)
     return Certificate(
         exact=plan.exact,
@@ -48,7 +52,9 @@ def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> C
         loss_before=loss(old, ids),
         loss_after=loss(new, ids),
         rule=plan.event["rule"],
-        gradient=gradient(new, ids[:1, :129], plan),  # a few rows show which tokens learn, at little memory
+        gradient=gradient(
+            new, ids[:1] if new.config.of == "image" else ids[:1, :129], plan
+        ),  # a few rows show which tokens learn, at little memory
     )
 
 
@@ -62,17 +68,24 @@ def change(old: LanguageModel, new: LanguageModel, ids: Tensor) -> tuple[float, 
     return moved, largest
 
 
-def _logits(model: LanguageModel, ids: Tensor) -> Tensor:
-    logits = model(ids).logits
-    assert logits is not None
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    logits = model(ids) if model.config.of == "image" else model(ids).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @torch.no_grad()
 def loss(model: LanguageModel, ids: Tensor) -> float:
     """Nats per token, each predicted from those before it."""
-    outputs = [model(row[None, :-1], labels=row[None, 1:]) for row in ids]
-    return sum(o.loss_sum.item() for o in outputs) / sum(o.count.item() for o in outputs)
+    return sum(_mean_loss(model, {}, row[None]).item() for row in ids) / len(ids)
+
+
+def _mean_loss(model: Any, parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """With some other parameters. What an image shows is not known here: it stands for the first class."""
+    if model.config.of == "image":
+        logits = functional_call(model, parameters, (ids,))
+        return F.cross_entropy(logits, logits.new_zeros(len(ids), dtype=torch.long))
+    output = functional_call(model, parameters, (ids[:, :-1],), {"labels": ids[:, 1:]})
+    return output.loss_sum / output.count
 
 
 def gradient(model: LanguageModel, ids: Tensor, plan: Plan, rate: float = 1e-3) -> dict[str, Alive]:
@@ -81,8 +94,7 @@ def gradient(model: LanguageModel, ids: Tensor, plan: Plan, rate: float = 1e-3) 
     parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if n in fresh}
     seen: list[dict[str, Tensor]] = []
     for _ in range(2):
-        output = functional_call(model, parameters, (ids[:, :-1],), {"labels": ids[:, 1:]})
-        grads = torch.autograd.grad(output.loss_sum / output.count, list(parameters.values()), allow_unused=True)
+        grads = torch.autograd.grad(_mean_loss(model, parameters, ids), list(parameters.values()), allow_unused=True)
         moved = {
             n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)
         }

@@ -1,7 +1,7 @@
 """Weights in and out: our folders, official files, Hugging Face. `open.py` is the door that every verb uses."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenformer.errors import UserError
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from tokenformer.config import ModelConfig
-    from tokenformer.models import LanguageModel
+    from tokenformer.models import ImageModel, LanguageModel
 
 FORMATS = ("ours", "hf", "official")
 
@@ -20,7 +20,7 @@ def load(
     config: "ModelConfig | None" = None,
     device: "str | torch.device" = "cpu",
     dtype: "torch.dtype | None" = None,
-) -> "LanguageModel":
+) -> Any:
     """A model from our folder, a run or checkpoint, a Hugging Face folder, official weights, or a hub name such as
     `Haiyang-W/TokenFormer-150M`. `config` is for official weights that have none beside them.
     """
@@ -30,7 +30,7 @@ def load(
 
 
 def save(
-    model: "LanguageModel",
+    model: "LanguageModel | ImageModel",
     folder: str | Path,
     *,
     format: str = "ours",
@@ -46,4 +46,4 @@ def save(
         from tokenformer.hub.official import save_official as write
     else:
         raise UserError(f"format is '{format}', but must be one of {', '.join(FORMATS)}")
-    write(model, folder, tokenizer_json=tokenizer_json, force=force)
+    write(cast(Any, model), folder, tokenizer_json=tokenizer_json, force=force)

@@ -1,22 +1,23 @@
 """Tensors by name → a model, with everything checked first: names, shapes, finite values. Every reader ends here."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenformer.config import PROJECTIONS, ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.models import LanguageModel, build
+from tokenformer.models import build
 
 
-def empty(config: ModelConfig) -> LanguageModel:
+def empty(config: ModelConfig) -> Any:
     """The model without values, on the meta device."""
     with torch.device("meta"):
         return build(config)
 
 
-def fill(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> LanguageModel:
+def fill(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> Any:
     """A model that holds these tensors themselves (no copy)."""
     check_shapes(config, getattr(tensors, "shapes", None) or {n: t.shape for n, t in tensors.items()}, where)
     held = {name: check_values(name, tensors[name], where) for name in tensors}

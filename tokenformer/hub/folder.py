@@ -1,4 +1,5 @@
-"""Our folder, weights to hand on: config.yml, model*.safetensors, tokenizer.json, history.json; the manifest last.
+"""Our folder, weights to hand on: config.yml, model*.safetensors, tokenizer.json or images.json (names of the classes,
+how pixels are made), history.json; the manifest last.
 
 Unusual: tensors are read and written one at a time, so that growing and converting a model larger than memory works.
 Every read opens the file anew, so that pages of the last tensor leave memory with it; the writer knows all shapes
@@ -8,6 +9,7 @@ before it has any tensor, which is all that the header of a safetensors file ask
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +20,6 @@ from tokenformer.config import ModelConfig, ModelFile
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest
 from tokenformer.hub.fill import check_shapes, check_values, empty, fill
-from tokenformer.models import LanguageModel
 from tokenformer.parsing import is_file, parse_json, read_text, shown
 
 SHARD = 5 * 10**9  # bytes of a file
@@ -38,26 +39,38 @@ def read_history(folder: Path) -> list[dict]:
     return history
 
 
-def load_folder(folder: Path) -> LanguageModel:
-    stored = Stored(folder)
-    model = fill(stored.config, Tensors(weight_files(folder)), str(folder))
-    model.history = stored.history
+def read_images(folder: Path) -> dict[str, Any]:
+    """Return what an image model knows of its images: names of the classes, mean, std, crop_pct, interpolation."""
+    path = folder / "images.json"
+    images = parse_json(read_text(path), str(path)) if path.exists() else {}
+    if not isinstance(images, dict) or not all(isinstance(images.get(key, []), list) for key in ("classes", "mean")):
+        raise UserError(f"{path} should say how images are read, not {shown(images)}: get it anew")
+    return images
+
+
+def tell(model: Any, folder: Path) -> Any:
+    """Give a model what stands beside its tensors, and return it."""
+    model.history = read_history(folder)
+    if model.config.of == "image":
+        model.images = read_images(folder)
     return model
+
+
+def load_folder(folder: Path) -> Any:
+    return tell(fill(Stored(folder).config, Tensors(weight_files(folder)), str(folder)), folder)
 
 
 def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors"))
 
 
-def load_checkpoint(folder: Path) -> LanguageModel:
+def load_checkpoint(folder: Path) -> Any:
     """Read the `model` folder of a checkpoint that was found whole: its files hold slices, so DCP reads them."""
     from tokenformer.hub.dcp import read_tensors, stored  # importing DCP takes a while
 
     config = read_config(folder)
     check_shapes(config, {name: meta.size for name, meta in stored(folder).items()}, str(folder))
-    model = fill(config, read_tensors(folder), str(folder))
-    model.history = read_history(folder)
-    return model
+    return tell(fill(config, read_tensors(folder), str(folder)), folder)
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -123,14 +136,18 @@ class Stored(Tensors):
         return check_values(name, super().__getitem__(name), str(self.folder))
 
 
-def sidecars(config: ModelConfig, history: list[dict], tokenizer_json: str | None = None) -> dict[str, str]:
+def sidecars(
+    config: ModelConfig, history: list[dict], tokenizer_json: str | None = None, images: dict[str, Any] | None = None
+) -> dict[str, str]:
     """What stands beside a model's tensors, in our folders and in checkpoints: text by file name."""
     files = {"config.yml": native.to_yaml(ModelFile(config)), "history.json": json.dumps(history, indent=1) + "\n"}
+    if images:
+        files["images.json"] = json.dumps(images, indent=1) + "\n"
     return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
 
 
 def save_folder(
-    model: LanguageModel,
+    model: Any,
     folder: str | Path,
     tokenizer_json: str | None = None,
     shard_bytes: int = SHARD,
@@ -138,7 +155,8 @@ def save_folder(
 ) -> None:
     named = dict(model.named_parameters())
     types = {name: parameter.dtype for name, parameter in named.items()}
-    write_folder(folder, model.config, model.history, named.items(), types, tokenizer_json, shard_bytes, force)
+    images = getattr(model, "images", None)
+    write_folder(folder, model.config, model.history, named.items(), types, tokenizer_json, shard_bytes, force, images)
 
 
 def write_folder(
@@ -150,6 +168,7 @@ def write_folder(
     tokenizer_json: str | None = None,
     shard_bytes: int = SHARD,
     force: bool = False,
+    images: dict[str, Any] | None = None,
 ) -> None:
     """Write a folder from tensors that come one by one, in the order and types of `dtypes`. It is there whole or not
 
@@ -158,7 +177,7 @@ def write_folder(
     shapes = {name: p.shape for name, p in empty(config).named_parameters()}
     check_shapes(config, {name: shapes.get(name, ()) for name in dtypes}, "what is to be written")
     with atomic_folder(folder, force) as beside:
-        for name, text in sidecars(config, history, tokenizer_json).items():
+        for name, text in sidecars(config, history, tokenizer_json, images).items():
             (beside / name).write_text(text, encoding="utf-8")
         write_tensors(beside, tensors, {name: (shapes[name], dtype) for name, dtype in dtypes.items()}, shard_bytes)
 

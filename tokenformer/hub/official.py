@@ -88,8 +88,8 @@ def config_beside(weights: Path, shape: dict) -> ModelConfig:
 
 def refusal(config: ModelConfig) -> str | None:
     """Why the official format cannot hold a model, if it cannot."""
-    if config.kind != "tokenformer":
-        return f"the model is a {config.kind}"
+    if config.of != "language" or config.kind != "tokenformer":
+        return f"it is a {config.kind} of {config.of}"
     if not config.tied:
         return "its output head is not tied to the embedding"
     if config.theta == "l1_norm_gelu":

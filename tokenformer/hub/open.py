@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenformer import config as native
 from tokenformer.data.text.tokenizer import (
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tokenformer.config import Config, ModelConfig
-    from tokenformer.models import LanguageModel
 
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_NAME = re.compile(r"(\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@([\w./-]+))?")  # owner/model[@revision]
@@ -145,7 +144,7 @@ class Opened:
         return self._given or read(self.path)
 
     @cached_property
-    def model(self) -> "LanguageModel":
+    def model(self) -> Any:
         if self.kind == "official":
             from tokenformer.hub.official import load_official
 
@@ -169,6 +168,10 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        if self.config.of != "language":
+            raise UserError(
+                f"{self.source} is a model of {self.config.of}, which has no tokenizer: give one of language"
+            )
         found = self._named or self._tokenizer()
         if found.vocab_size > self.config.vocab:
             raise UserError(
@@ -199,6 +202,13 @@ class Opened:
                 f"the data was prepared with another tokenizer than that of {self.source}: prepare it with "
                 f"--tokenizer {self._located.folder}, or begin from scratch (start=null)"
             )
+
+    @cached_property
+    def images(self) -> dict[str, Any]:
+        """What an image model knows of its images."""
+        from tokenformer.hub.folder import read_images
+
+        return read_images(self.path) if self.kind in ("ours", "checkpoint") else self.model.images
 
     @property
     def tokenizer_json(self) -> str | None:

@@ -6,7 +6,7 @@ their grid. Legend: B batch, C channels, P patch, R × S grid of patches, T posi
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ class ImageModel(Trunk):
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         c = config
         super().__init__(c, patches=Linear(c.channels * c.patch**2, c.dim, bias=True))
+        self.images: dict[str, Any] = {}  # how its pixels are made, and the names of its classes (images.json)
         self.class_token = nn.Parameter(torch.empty(c.dim)) if c.pool == "class" else None
         self.positions = nn.Parameter(torch.empty(c.length, c.dim)) if c.positions == "learned" else None
         self.head = Linear(c.dim, c.classes, bias=True) if c.classes else None

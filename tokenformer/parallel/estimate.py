@@ -61,8 +61,7 @@ def estimate(config: Config | Cut, d: Degrees, per_node: int = 8) -> Estimate:
     most_sent = max((sent(cut, d, Rank(p, 0, token)) for p in places), key=lambda found: sum(found.values()))
     held = max((memory(cut, d, p) for p in places), key=lambda found: sum(found.values()))
     assert cut.config.batch is not None
-    tokens = cut.config.batch * cut.model.context
-    compute = tokens * cost(cut.model).training_flops(cut.model.context) / d.world / FLOPS
+    compute = cut.config.batch * 3 * cost(cut.model).sample_flops(cut.model.length) / d.world / FLOPS
     compute *= 4 / 3 if cut.config.train.activation_checkpointing == "full" else 1
     compute *= 1 + (d.pipeline - 1) / steps  # ranks of a pipeline wait for the first and the last
     reach = {"token": d.token, "shard": d.token * d.shard, "data": d.world // d.pipeline}
@@ -79,7 +78,7 @@ def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
     held = cut.stages(d, pipeline)
     sizes = [sum(size(s, token) for s in block.values()) for _, blocks, _ in held for block in blocks]
     rest = sum(size(s, token) for _, _, part in held for s in part.values())
-    whole, block, rows = sum(sizes) + rest, max(sizes), micro * model.context
+    whole, block, rows = sum(sizes) + rest, max(sizes), micro * model.length
     moments = 8 if config.optimizer.kind == "adamw" else 4
     found = {"parameters": 4.0 * whole, "gradients": 4.0 * whole, "optimizer": moments * sum(sizes) + 8.0 * rest}
     found = {name: 0.0 if config.parallel.offload else n / d.shard for name, n in found.items()}
@@ -94,9 +93,11 @@ def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
     else:
         copies = 0 if c == 4 else c * (block if full else sum(sizes))
     last = held[-1][0] == stages(d, config.parallel) - 1
-    head = last * model.vocab * model.dim / d.token  # in the compute type, with its gradient
-    logits = last * LOGIT * min(rows * model.vocab / d.token, LOGITS)
-    if compiled and d.token == 1:  # its kernel: a chunk's logits become their gradients, that of the head is fp32
+    read, wide = (micro, model.classes) if model.of == "image" else (rows, model.vocab)  # by the head, and its rows
+    head = last * wide * model.dim / d.token  # in the compute type, with its gradient
+    logits = last * LOGIT * min(read * wide / d.token, LOGITS)
+    if compiled and d.token == 1 and model.of == "language":
+        # by its kernel: a chunk's logits become their gradients, that of the head is fp32
         logits = last * c * min(rows, ROWS) * model.vocab + 4 * head + last * c * rows * model.dim
     moment = {
         "loss": {"activations": kept, "weights": copies + 2 * c * head, "logits": logits},

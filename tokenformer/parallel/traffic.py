@@ -43,7 +43,8 @@ class Cut:
 
     def __init__(self, config: Config) -> None:
         self.config, self.model = config, config.model.resolved()
-        need(self.model.of == "language", f"layouts are planned for language models, not for model.of {self.model.of}")
+        known = self.model.of in ("language", "image")
+        need(known, f"layouts are planned for models of language and image, not for model.of {self.model.of}")
         with torch.device("meta"):
             self.made = build(config.model)
         shapes = {name: tuple(p.shape) for name, p in self.made.named_parameters()}
@@ -95,7 +96,7 @@ def sent(cut: Cut, d: Degrees, rank: Rank) -> dict[str, int]:
     config, model, c = cut.config, cut.model, WIDTH[cut.config.train.precision]
     micro, steps = cut.batches(d)
     held, found = cut.stages(d, rank.pipeline), Counter[str]()
-    stream = micro * model.context * model.dim
+    stream = micro * model.length * model.dim
     ends = [(number == 0, number == stages(d, config.parallel) - 1) for number, _, _ in held]
     for _, blocks, rest in held:
         found.update(_shard_bytes(cut, d, rank.token, blocks, rest, steps))
