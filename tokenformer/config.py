@@ -274,7 +274,7 @@ class Config(Section):
     """A whole configuration file."""
 
     model: ModelConfig = key("the model")
-    task: str | None = key("what is learned: language; absent = what model.of is", None)
+    task: str | None = key("what is learned: language, or classify (images); absent = as model.of says", None)
     out: str | None = key("run folder where the command line names none", None)
     steps: int = key("optimizer steps of the run", 1000, least=0, most=10**9)
     batch: int | None = key("sequences per step, over all ranks", None, above=0, most=10**7)

@@ -23,6 +23,13 @@ class OptimizerConfig(Section, section="optimizer"):
     weight_decay: float = key("decoupled, on everything but norms", 0.1, least=0)
     momentum: float = key("Muon's momentum (Nesterov)", 0.95, least=0, below=1)
     orthogonal_steps: int = key("Muon's Newton–Schulz steps", 5, above=0, below=100)
+    layer_decay: float = key(
+        "for fine-tuning: the rate of each block as a share of the next one's; head and final norm have the whole rate",
+        1.0,
+        quiet=True,
+        above=0,
+        most=1,
+    )
     orthogonal_dtype: Literal["auto", "bf16", "fp32"] = key(
         "type of Muon's Newton–Schulz products; auto: bf16 on a GPU, that of the parameters elsewhere", "auto"
     )
@@ -65,6 +72,21 @@ class TrainConfig(Section, section="train"):
         "torch.compile of each block: auto = inductor on a GPU and none elsewhere, true = inductor, false = none; "
         "aot_eager traces without generating code",
         "none",
+    )
+    ema: float = key(
+        "decay of the running average of the weights, which verbs read and validation measures; 0 = none; early steps "
+        "count more",
+        0.0,
+        quiet=True,
+        least=0,
+        below=1,
+    )
+    drop_path: float = key(
+        "task classify: probability that the last block's branches are left out for an image, less for earlier blocks",
+        0.0,
+        quiet=True,
+        least=0,
+        below=1,
     )
     skip_limit: int = key("stop after this many steps in a row with a non-finite loss or gradient", 30, above=0)
     spike: float = key("log a loss this many deviations above its running mean", 6.0, above=0)

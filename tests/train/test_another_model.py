@@ -170,6 +170,6 @@ def test_what_is_for_language_models_alone_is_refused_in_a_sentence(file, tmp_pa
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(UserError, match=r"growth.at names tokens, but this task counts pairs"):
         train(file, tmp_path / "run", GROWS.replace("pairs", "tokens"))
-    with pytest.raises(UserError, match="task is 'pair', but must be language; or give `Trainer` a `task`"):
+    with pytest.raises(UserError, match="task is 'pair', but must be language, classify; or give `Trainer` a `task`"):
         Trainer(load(file), tmp_path / "run")
     assert not (tmp_path / "run").exists()

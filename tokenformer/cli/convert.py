@@ -26,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", type=Path, help="for --merge-segments: text like that which the model was trained on")
     parser.add_argument("--merge-softmax", action="store_true", help="merge segments of a softmax too")
+    parser.add_argument("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     parser.add_argument("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
 
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     refuse_existing(args.out, args.force)
     if args.merge_segments != bool(args.text):
         raise UserError("--merge-segments needs --text FILE, which nothing else does: give both or neither")
-    opened = open_model(args.source, args.config, tokenizer=args.tokenizer)
+    opened = open_model(args.source, args.config, tokenizer=args.tokenizer, weights=args.weights)
     model = merged(opened, args) if args.merge_segments else opened.model
     text = opened.tokenizer_json
     hub.save(model, args.out, format=args.to, tokenizer_json=text, force=args.force)

@@ -34,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, help="a JSON file for the results")
     add("--force", action="store_true", help="replace a file of that name")
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
+    add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
 
@@ -65,7 +66,9 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.out, args.force)
     source, configs, _ = name_model(args.source)
     device = local_device(args.device)
-    opened = open_model(source, configs, tokenizer=args.tokenizer, device=device, dtype=args.dtype)
+    opened = open_model(
+        source, configs, tokenizer=args.tokenizer, device=device, dtype=args.dtype, weights=args.weights
+    )
     tokenizer, model = opened.tokenizer, opened.model.eval()
     context, stride = window(model.config.context, args.context, args.stride)
     results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters}

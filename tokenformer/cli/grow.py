@@ -47,6 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the new values (default 0)")
     verify = "run both models and print a certificate (default; without it one tensor at a time is in memory)"
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
+    add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     add("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
     add("--text", type=Path, help="text to verify on, beside random tokens")
     add(
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     if args.text and not args.verify:
         raise UserError("--text is for verifying, and --no-verify leaves that out: give one of them")
     wanted = load(args.to).model if args.to else None
-    opened = open_model(args.source, args.config, tokenizer=args.tokenizer)
+    opened = open_model(args.source, args.config, tokenizer=args.tokenizer, weights=args.weights)
     tensors, dtypes, history = opened.tensors(stream=not args.verify)
     config = opened.config.resolved()
     with torch.device("meta"):

@@ -22,6 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--by", choices=["energy", "newest"], default="energy", help="who goes: what does least on the text (default)")
     add("--across", choices=["layer", "model"], default="layer", help="as many in every layer, or where they do most")
     add("--tau", choices=["match", "hold", "sqrt_n"], help="default: match on the text, sqrt_n without one")
+    add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     add("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
     add("--text", type=Path, help="text to measure on, and to report the change in loss")
     add("--tokens", type=int, default=1 << 15, help="how much of the text, in tokens (default 32768)")
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     refuse_existing(args.out, args.force)
     if args.text is None and args.by == "energy":
         raise UserError("shrinking by energy measures on a text: give one with --text, or --by newest")
-    opened = open_model(args.source, args.config, tokenizer=args.tokenizer)
+    opened = open_model(args.source, args.config, tokenizer=args.tokenizer, weights=args.weights)
     model = opened.model
     ids = text_ids(args.text, opened, args.tokens) if args.text else None
     sizes = {f"{which}_tokens": getattr(args, f"{which}_tokens") for which in PROJECTIONS}

@@ -64,13 +64,17 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors"))
 
 
-def load_checkpoint(folder: Path) -> Any:
-    """Read the `model` folder of a checkpoint that was found whole: its files hold slices, so DCP reads them."""
+def load_checkpoint(folder: Path, raw: bool = False) -> Any:
+    """Read the `model` folder of a checkpoint that was found whole: its files hold slices, so DCP reads them.
+
+    The averaged weights are read where the run keeps them, unless `raw`.
+    """
     from tokenformer.hub.dcp import read_tensors, stored  # importing DCP takes a while
 
-    config = read_config(folder)
-    check_shapes(config, {name: meta.size for name, meta in stored(folder).items()}, str(folder))
-    return tell(fill(config, read_tensors(folder), str(folder)), folder)
+    config, average = read_config(folder), folder.parent / "average"
+    held = average if average.is_dir() and not raw else folder
+    check_shapes(config, {name: meta.size for name, meta in stored(held).items()}, str(held))
+    return tell(fill(config, read_tensors(held), str(held)), folder)
 
 
 class Tensors(Mapping[str, Tensor]):

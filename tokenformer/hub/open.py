@@ -128,10 +128,11 @@ class Opened:
         vocab_file: str | None = None,
         device: "torch.device | str" = "cpu",
         dtype: "torch.dtype | None" = None,
+        raw: bool = False,
     ) -> None:
         self.source, self.kind, self.path = source, located.kind, located.path
         self._located, self._given, self._named, self._vocab_file = located, config, tokenizer, vocab_file
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._raw = device, dtype, raw
 
     @cached_property
     def config(self) -> "ModelConfig":
@@ -153,7 +154,10 @@ class Opened:
             from tokenformer.hub.folder import load_checkpoint, load_folder
             from tokenformer.hub.hf_folder import load_hf
 
-            model = {"ours": load_folder, "checkpoint": load_checkpoint, "hf": load_hf}[self.kind](self.path)
+            if self.kind == "checkpoint":
+                model = load_checkpoint(self.path, self._raw)
+            else:
+                model = (load_folder if self.kind == "ours" else load_hf)(self.path)
         return model.to(device=self._device, dtype=self._dtype)
 
     def tensors(self, stream: bool) -> tuple[Mapping[str, "Tensor"], Mapping[str, "torch.dtype"], list[dict]]:
@@ -236,10 +240,12 @@ def open_model(
     tokenizer: str | Path | None = None,
     device: "torch.device | str | None" = "cpu",
     dtype: "torch.dtype | str | None" = None,
+    weights: str | None = None,
 ) -> Opened:
     """Open our folder, a run or checkpoint, a Hugging Face folder, official weights, or a hub name such as
     `Haiyang-W/TokenFormer-150M`. `configs` (files) or `config` describe official weights that have none beside them.
-    `device` None: a GPU where there is one; `dtype` None: as stored, on a GPU bfloat16.
+    `device` None: a GPU where there is one; `dtype` None: as stored, on a GPU bfloat16. `weights` "raw": of a run that
+    averages its weights (train.ema), not the averaged ones.
     """
     official = official_config.read_generation(*configs)
     if isinstance(dtype, str) and dtype not in DTYPES:
@@ -250,7 +256,7 @@ def open_model(
     if config is None and official.has_model:
         config = read_config(*configs).model
     given = config if located.kind == "official" else None
-    more = {"vocab_file": official.vocab_file, "device": place, "dtype": _dtype(dtype, place)}
+    more = {"vocab_file": official.vocab_file, "device": place, "dtype": _dtype(dtype, place), "raw": weights == "raw"}
     opened = Opened(source, located, config=given, tokenizer=named, **more)
     if given is None and config is not None:
         own = opened.config.resolved()

@@ -41,7 +41,15 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         return (self.config.every > 0 and step % self.config.every == 0) or step in self.config.also
 
-    def save(self, step: int, layout: Layout, optimizer: State, files: dict[str, str], state: dict) -> None:
+    def save(
+        self,
+        step: int,
+        layout: Layout,
+        optimizer: State,
+        files: dict[str, str],
+        state: dict,
+        average: dict[str, Tensor] | None = None,
+    ) -> None:
         """Write a checkpoint, `files` beside the tensors in model/. Raise what went wrong, at the next call if a thread
 
         writes.
@@ -49,6 +57,8 @@ class Checkpoints:
         self.wait()
         flat = {f"{k}/{name}": layout.part(name, t) for name, entry in optimizer.items() for k, t in entry.items()}
         parts = {"model": layout.parts(), "optim": flat}
+        if average is not None:
+            parts["average"] = {name: layout.part(name, tensor) for name, tensor in average.items()}
         arguments = (step, parts, files, state)
         if not self.config.background:
             return self._write(*arguments)
@@ -150,6 +160,16 @@ def reason(error: BaseException) -> str:
 def read_model(checkpoint: Path, layout: Layout) -> None:
     """Read the weights into the layout's own parameters, whatever layout wrote them."""
     read_tensors(checkpoint / "model", layout.parts(), layout.splits, layout.place.groups.get("files"))
+
+
+def read_average(checkpoint: Path, layout: Layout) -> dict[str, Tensor] | None:
+    """Read this rank's part of the averaged weights, where the run had them."""
+    if not (checkpoint / "average").is_dir():
+        return None
+    found = {name: torch.empty_like(parameter) for name, parameter in layout.named.items()}
+    into = {name: layout.part(name, tensor) for name, tensor in found.items()}
+    read_tensors(checkpoint / "average", into, layout.splits, layout.place.groups.get("files"))
+    return found
 
 
 def read_optimizer(checkpoint: Path, layout: Layout) -> State:

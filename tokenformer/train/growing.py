@@ -4,35 +4,62 @@ Unusual: Parameters that did not change stay the same objects, so nothing is hel
 slowly after a growth follows from the run's plan and is never saved.
 """
 
+from torch import Tensor
+
 from tokenformer.config_growth import GrowthStage
 from tokenformer.growth.make import make_tensor
 from tokenformer.growth.model import apply_plan
 from tokenformer.growth.plan import plan_growth
-from tokenformer.growth.recipes import Plan
+from tokenformer.growth.recipes import Appended, Plan, Recipe
 from tokenformer.growth.state import State, grow_entry, grow_state, warn_of_beta2
 from tokenformer.models.names import parse
 from tokenformer.parallel.layout import Layout, Wholes
 from tokenformer.parallel.parallelize import Parallelizer
+from tokenformer.train.average import Average
 from tokenformer.train.optim import Optimizer
+
+AVERAGE = "average"  # beside what the optimizer keeps for a parameter
 
 
 def grow(
-    layout: Layout, optimizer: Optimizer, stage: GrowthStage, number: int, seed: int, parallelizer: Parallelizer
-) -> tuple[Layout, Optimizer, str | None]:
-    """The next model of the run, its optimizer, and a sentence where something should be known about them."""
+    layout: Layout,
+    optimizer: Optimizer,
+    stage: GrowthStage,
+    number: int,
+    seed: int,
+    parallelizer: Parallelizer,
+    average: Average | None = None,
+) -> tuple[Layout, Optimizer, Average | None, str | None]:
+    """The next model of the run, its optimizer and average, and a sentence where something should be known about them.
+
+    Old rows keep their average; new ones enter it at their values.
+    """
     model = layout.model
     growth = plan_growth(model.config, list(layout.splits), stage, ends=model.ends, seed=seed, number=number)
     old = optimizer.state_by_name() if stage.state == "keep" else {}
+    averaged = {name: {AVERAGE: tensor} for name, tensor in average.tensors.items()} if average else {}
+    old = {name: {**old.get(name, {}), **averaged.get(name, {})} for name in {**old, **averaged}}
     if layout.place.alone:
         new, state = parallelizer.wrap_in_place(apply_plan(model, growth, share=True)), grow_state(growth, old)
+        for name, entry in state.items():
+            _enter(growth.recipes[name], entry, new.named[name])
     else:
         new, state = grow_sharded(layout, growth, parallelizer, old)
+    tensors = {name: entry.pop(AVERAGE) for name, entry in state.items() if AVERAGE in entry}
+    state = {name: entry for name, entry in state.items() if entry}
+    average = Average(average.decay, new, tensors) if average else None
     adamw = optimizer.config.kind == "adamw"
     said = warn_of_beta2(growth.recipes, optimizer.config.betas[1]) if adamw and state else None
     new.freeze(frozen(growth, stage))
     grown = Optimizer(new, optimizer.config, rates(growth, stage))
     grown.load_state_by_name(state)
-    return new, grown, said
+    return new, grown, average, said
+
+
+def _enter(recipe: Recipe, entry: dict[str, Tensor], tensor: Tensor) -> None:
+    """Give rows that were appended to a parameter their values as average."""
+    if AVERAGE in entry and isinstance(recipe, Appended) and recipe.new_rows > 0:
+        entry[AVERAGE][-recipe.new_rows :] = tensor.detach()[-recipe.new_rows :]
 
 
 def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: State) -> tuple[Layout, State]:
@@ -46,6 +73,7 @@ def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: 
             new.named[name].detach().copy_(new.take(name, tensor))
         entry = layout.whole_state(recipe.old, old) if recipe.old else {}
         if entry and (whole := grow_entry(recipe, entry)) is not None and name in new.named:
+            _enter(recipe, whole, tensor)
             state[name] = {kind: new.take(name, tensor) for kind, tensor in whole.items()}
     return new, state
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tokenformer.config import ModelConfig
 from tokenformer.config_train import OptimizerConfig
-from tokenformer.models.names import parse
+from tokenformer.models.names import ONE, TABLE, Name, parse  # noqa: F401 (the doctest's)
 from tokenformer.parallel.layout import Layout
 from tokenformer.train.rules import Learner, Rule, State
 from tokenformer.train.rules.adamw import AdamW
@@ -20,14 +21,34 @@ from tokenformer.train.rules.muon import Muon
 RECIPES: dict[str, tuple[type[Rule], ...]] = {"adamw": (AdamW,), "muon": (Muon, AdamW)}
 
 
+def blocks_after(name: Name, config: ModelConfig) -> int:
+    """Return how many blocks stand between a parameter and the final norm, its own among them; the embedding's is one
+
+    more than all.
+
+    >>> tiny = ModelConfig(layers=2, dim=32, heads=4, kind="transformer")
+    >>> ends = {"embedding.weight": TABLE, "norm.weight": ONE}
+    >>> names = ("embedding.weight", "blocks.0.ffn.up.weight", "blocks.1.ffn.up.weight", "norm.weight")
+    >>> [blocks_after(parse(name, ends), tiny) for name in names]
+    [3, 2, 1, 0]
+    """
+    layers = config.trunk(name.trunk).layers
+    if name.layer is None:
+        return 0 if name.part in ("norm", "head") else layers + 1
+    return layers - name.layer
+
+
 class Optimizer:
     """One object for a whole model, or for this rank's part of it. A parameter without state starts fresh."""
 
     def __init__(self, layout: Layout, config: OptimizerConfig, shares: Mapping[str, float] | None = None) -> None:
         """`shares`: parameters that learn at a share of the rate."""
         self.config, self.rules, shares = config, list[Rule](), shares or {}
-        ends = layout.model.ends
-        left = {n: Learner(p, parse(n, ends).role, shares.get(n)) for n, p in layout.named.items()}
+        names = {name: parse(name, layout.model.ends) for name in layout.named}
+        if config.layer_decay != 1:
+            decay = {n: config.layer_decay ** blocks_after(name, layout.model.config) for n, name in names.items()}
+            shares = {name: share * shares.get(name, 1.0) for name, share in decay.items()}
+        left = {n: Learner(p, names[n].role, shares.get(n)) for n, p in layout.named.items()}
         self.device = next(iter(layout.named.values())).device  # the host, where parameters live there
         for rule in RECIPES[config.kind]:
             mine = {name: learner for name, learner in left.items() if rule.wants(learner.role)}

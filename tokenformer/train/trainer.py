@@ -35,7 +35,9 @@ from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
 from tokenformer.train import checkpoint, growing, loggers
+from tokenformer.train.average import Average
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
+from tokenformer.train.classify import ClassifyTask
 from tokenformer.train.compile import allow_compilations, choose_compiler, wrap
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.language import LanguageTask
@@ -47,7 +49,7 @@ from tokenformer.train.start import first_values
 from tokenformer.train.task import Task
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-TASKS: dict[str, type[Task]] = {"language": LanguageTask}
+TASKS: dict[str, type[Task]] = {"language": LanguageTask, "classify": ClassifyTask}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what Slurm is asked to send before preemption
 
 
@@ -124,6 +126,7 @@ class Trainer:
         self.model, self.cost = self.layout.model, self.layout.model.cost()
         shares = self.after_growth(done) if done else {}
         self.optimizer = Optimizer(self.layout, c.optimizer, shares)
+        self.average = Average(c.train.ema, self.layout) if c.train.ema else None
         self.guard, self.spikes = Guard(c.train, self.device), Spikes(c.train.spike)
         self.totals = Totals(self.task.unit)
         parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
@@ -187,6 +190,8 @@ class Trainer:
             checkpoint.read_model(found, self.layout)
             self.model.history = read_history(found / "model")
             self.optimizer.load_state_by_name(checkpoint.read_optimizer(found, self.layout))
+            if self.average:
+                self.average = Average(self.average.decay, self.layout, checkpoint.read_average(found, self.layout))
             with checkpoint.expected_form(found):
                 for name, part in self.parts.items():
                     part.load_state_dict(state[name])
@@ -273,6 +278,8 @@ class Trainer:
         self.layout.collect_gradients()
         divisor, skip, norm = self.guard.check(self.layout.norm(), total, count / expected)
         self.optimizer.step(self.rate(self.step), divisor, skip)
+        if self.average:
+            self.average.update(self.step)
         self.layout.clear()
         self.recent.append(torch.stack([total / count, norm, skip, self.guard.scale]))
         self.guard.update(skip)
@@ -288,8 +295,8 @@ class Trainer:
         with self.clock.aside():
             before, number = self.cost.parameters, len(self.grown.steps)
             losses = [self.measures().get("loss")]
-            self.layout, self.optimizer, said = growing.grow(
-                self.layout, self.optimizer, stage, number, self.config.seed, self.parallelizer
+            self.layout, self.optimizer, self.average, said = growing.grow(
+                self.layout, self.optimizer, stage, number, self.config.seed, self.parallelizer, self.average
             )
             self.grown.grew(self.step)
             self.model, self.cost = self.layout.model, self.layout.model.cost()
@@ -351,14 +358,16 @@ class Trainer:
                 if self.config.validation.every and self.step % self.config.validation.every == 0:
                     self.grown.losses.append(found["loss"])  # not the one at the end: another run might go further
                 self.report.row("validation", self.step, **found)
-                self.report.say(f"step {self.step}: validation loss {found['loss']:.4f}")
+                more = "".join(f", {name} {found[name]:.2%}" for name in ("top1", "top5") if name in found)
+                self.report.say(f"step {self.step}: validation loss {found['loss']:.4f}{more}")
             if self.layout.pipeline is None and (made := self.task.sample(self.model)):
                 self.report.sample(self.step, made)
             self.model.train()
 
     @torch.no_grad()
     def measures(self) -> dict[str, float]:
-        return self.task.measures(self.layout.pipeline or self.model)
+        with self.average.in_place() if self.average else contextlib.nullcontext():
+            return self.task.measures(self.layout.pipeline or self.model)
 
     def save(self, wait: bool = False) -> None:
         with self.clock.aside():
@@ -369,7 +378,8 @@ class Trainer:
             state |= {name: part.state_dict() for name, part in self.parts.items()}
             beside = sidecars(self.model.config, self.model.history) | self.task.files()
             try:
-                self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state)
+                average = self.average.tensors if self.average else None
+                self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state, average)
             except CheckpointFailed as error:
                 self.failed(error)
             if wait:
@@ -443,7 +453,7 @@ class Trainer:
 
 def choose_task(config: Config) -> type[Task]:
     """Return the task that a config names, or else the one of its model."""
-    name = config.task or config.model.of
+    name = config.task or {"image": "classify"}.get(config.model.of, config.model.of)
     if name not in TASKS:
         raise UserError(f"task is '{name}', but must be {', '.join(TASKS)}; or give `Trainer` a `task`")
     return TASKS[name]

@@ -1,0 +1,123 @@
+"""Classification of images: soft targets, drop path, top-1 and top-5. The task of image models.
+
+Unusual: nothing random is drawn on the device. Augmentation comes with the batch, and drop path belongs to (seed, step,
+layer, position in the step), so that ranks, micro-batches and a resume change no bit.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenformer.config import Config
+from tokenformer.config_data import ImagesConfig
+from tokenformer.data.images.opening import open_images
+from tokenformer.data.images.samples import image_loader
+from tokenformer.data.loader import Batch
+from tokenformer.errors import UserError
+from tokenformer.ops.augment import augment
+from tokenformer.parallel.mesh import Place
+from tokenformer.train.task import Task
+
+
+class ClassifyTask(Task):
+    """Images and their classes; the loss is the cross entropy with targets that may be mixed and smoothed."""
+
+    unit = "images"
+
+    def __init__(self, config: Config, place: Place, device: torch.device) -> None:
+        super().__init__(config, place, device)
+        c, self.settings = config, config.data.images or ImagesConfig()
+        rows, columns = c.model.grid
+        size = self.settings.size or rows * c.model.patch
+        if size % c.model.patch or (self.settings.size is None and rows != columns):
+            raise UserError(
+                f"model.image_size is {c.model.image_size} and data.images.size {self.settings.size}, but images are "
+                f"squares here, of a multiple of the patch {c.model.patch}: set data.images.size to one"
+            )
+        self.length = (size // c.model.patch) ** 2 + c.model.length - rows * columns
+        images = open_images(c.data, "train")
+        self.classes = list(images.classes)
+        if len(self.classes) > c.model.classes:
+            raise UserError(
+                f"the data have {len(self.classes):,} classes but model.classes is {c.model.classes}: "
+                f"set model.classes={len(self.classes)}"
+            )
+        load = functools.partial(image_loader, c.data, size=size, seed=c.seed, **self.cut)
+        self.loader = load(images, training=True, batch=self.batch)
+        held = open_images(c.data, "validation", self.classes)
+        if len(held):
+            self.held_out = load(held, training=False, batch=min(self.held_out_samples, len(held)))
+
+    def flops(self, cost: Any) -> float:
+        return 3 * cost.sample_flops(self.length)
+
+    def on_device(self, batch: Batch) -> dict[str, Any]:
+        """Return the fields of a micro-batch; `draws` stays on the host, where augmentation decides by it."""
+        draws = {"draws": batch.fields["draws"]} if "draws" in batch.fields else {}
+        fields = {name: array for name, array in batch.fields.items() if name not in ("draws", "damaged")}
+        return super().on_device(batch._replace(fields=fields)) | draws
+
+    def logits(self, model: Any, batch: Mapping[str, Any], drop: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return logits (B, classes) in fp32 and soft targets, which are 0 in rows that hold no image."""
+        pixels, targets = augment(batch, self.settings, self.config.model.classes)
+        logits = model(pixels, drop=drop)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), targets
+
+    def loss(self, model: Any, batch: Mapping[str, Any], drop: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits, targets = self.logits(model, batch, drop)
+        return -(targets * logits.log_softmax(-1)).sum(), (batch["label"] >= 0).sum()
+
+    def gradients(
+        self, model: Any, batches: Iterator[Batch], scale: Tensor, pipeline: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        total = count = torch.zeros((), device=self.device)
+        for micro in range(self.loader.micro_batches):
+            batch = next(batches)
+            start = batch.samples_seen - self.batch * batch.last
+            drop = self.drop(model.config.layers, start, micro)
+            loss_sum, losses = self.loss(model, self.on_device(batch), drop)
+            (loss_sum * scale).backward()
+            total, count = total + loss_sum.detach(), count + losses
+        return total, count
+
+    def drop(self, layers: int, start: int, micro: int) -> Tensor | None:
+        """Return the factors of a micro-batch's branches (layers, 2, B): 0, or 1 / the probability to stay.
+
+        The probability to be dropped grows by layer, from 0 to `train.drop_path` in the last one.
+        """
+        rate = self.config.train.drop_path
+        if not rate:
+            return None
+        rows = self.loader.positions(start, micro) - start
+        stay = 1 - np.linspace(0, rate, layers)[:, None, None]
+        keys = ([self.config.seed, start, layer] for layer in range(layers))
+        drawn = np.stack([np.random.default_rng(key).random((2, self.batch))[:, rows] for key in keys])
+        return torch.from_numpy(((drawn < stay) / stay).astype(np.float32)).to(self.device)
+
+    def measures(self, model: Any) -> dict[str, float]:
+        """Return the loss, and the shares of held-out images whose class is the likeliest (top1), or among five."""
+        if self.held_out is None:
+            return {}
+        sums = torch.zeros(4, device=self.device)
+        self.held_out.samples_seen = 0
+        for batch in self.held_out:
+            fields = self.on_device(batch)
+            logits, targets = self.logits(model, fields)
+            best = logits.topk(min(5, logits.shape[1])).indices == fields["label"][:, None]
+            loss = -(targets * logits.log_softmax(-1)).sum()
+            sums += torch.stack([loss, best[:, 0].sum(), best.sum(), (fields["label"] >= 0).sum()])
+            if batch.last:
+                break
+        loss, top1, top5, count = self.place.sum(sums).tolist()
+        return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count} if count else {"loss": math.nan}
+
+    def files(self) -> dict[str, str]:
+        s = self.settings
+        said = {"classes": self.classes, "mean": s.mean, "std": s.std, "crop_pct": s.crop_pct}
+        return {"images.json": json.dumps({**said, "interpolation": s.interpolation}, indent=1) + "\n"}
