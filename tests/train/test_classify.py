@@ -79,12 +79,12 @@ def averaged(run: Path) -> dict[str, torch.Tensor]:
 
 def test_it_learns_and_is_told_in_images(file, tmp_path, capsys):
     plain = ["train.drop_path=0", "data.images={flip: 0.5, crop: centre}", "validation.samples=1000", "train.ema=0"]
-    train(file, tmp_path / "run", *plain, "steps=60", "batch=32", "micro_batch=32")
+    train(file, tmp_path / "run", *plain, "steps=30", "batch=32", "micro_batch=32")
     rows = read_rows(tmp_path / "run")
     found = [row for row in rows if row["kind"] == "validation"][-1]
     assert 0.5 < found["top1"] < found["top5"] == 1.0  # chance is a quarter
     last = [row for row in rows if row["kind"] == "train"][-1]
-    assert last["images"] == 60 * 32 and last["images_per_second"] > 0 and last["flops"] > 0
+    assert last["images"] == 30 * 32 and last["images_per_second"] > 0 and last["flops"] > 0
     said = capsys.readouterr().out
     assert "images/s" in said and "top1" in said
     assert load_model(tmp_path / "run").images["classes"] == ["animals", "faces", "food", "vehicles"]
@@ -155,13 +155,14 @@ def test_new_rows_enter_the_average_at_their_values_and_the_loss_does_not_jump(f
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     before = read_tensors(tmp_path / "run" / "checkpoints" / "step-00000006" / "average")
     after, weights = trainer.average.tensors, dict(trainer.model.named_parameters())
-    decay, segment = min(0.9, 7 / 16), "blocks.0.ffn.segments.1.value_tokens"
+    decay, segment = min(0.9, 7 / 16), "blocks.0.ffn.segments.1.key_tokens"
     query = "blocks.0.attention.query.segments.0.value_tokens"
     assert segment not in before and len(after[query]) == 32 and len(before[query]) == 24
     kept = before[query] * decay + weights[query][:24] * (1 - decay)
     torch.testing.assert_close(after[query][:24], kept, rtol=1e-5, atol=1e-7)
     began = (after[segment] - weights[segment] * (1 - decay)) / decay  # the value before its only step
-    assert began.norm() > 0.3 * weights[segment].norm()
+    torch.testing.assert_close(began, weights[segment].detach(), rtol=0, atol=0.02)
+    assert began.std() > 0.015
 
 
 def test_drop_path_belongs_to_step_layer_and_position(file):

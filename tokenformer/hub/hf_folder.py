@@ -13,7 +13,7 @@ from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, atomic_folder, check_manifest
 from tokenformer.hub.fill import fill
 from tokenformer.hub.folder import SHARD, Tensors, read_history, write_tensors
-from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
+from tokenformer.hub.remote import AUTO_MAP, FILE, IMAGE_MAP, modeling_source
 from tokenformer.models import LanguageModel
 from tokenformer.parsing import read_json
 
@@ -26,6 +26,7 @@ THEIRS = (
     *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "name_or_path"),
     "history",  # ours: the growths that led to the model
 )
+IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # mean and deviation of its pixels
 CARD = """\
 ---
 library_name: transformers
@@ -75,19 +76,33 @@ def save_hf(
     licence: str = "unknown",
     force: bool = False,
 ) -> None:
-    """Everything that `AutoModelForCausalLM` and `AutoTokenizer` need; the folder is there whole or not at all."""
+    """Everything that `AutoModelForCausalLM` and `AutoTokenizer` need, or `AutoModelForImageClassification` and
+
+    `AutoImageProcessor`; the folder is there whole or not at all.
+    """
     ids = {} if tokenizer_json is None else _special_ids(tokenizer_json, model.config)
     types = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
     config = to_dict(model.config) | ids
-    config |= {"model_type": "tokenformer", "architectures": ["TokenFormerForCausalLM"], "auto_map": AUTO_MAP}
+    image = model.config.of == "image"
+    if image:
+        classes = dict(enumerate([*model.images.get("classes", [])]))
+        names = {i: classes.get(i, f"LABEL_{i}") for i in range(model.config.classes)}
+        config |= {"model_type": "tokenformer_image", "architectures": ["TokenFormerForImageClassification"]}
+        config |= {"auto_map": IMAGE_MAP, "id2label": names, "label2id": {name: i for i, name in names.items()}}
+    else:
+        config |= {"model_type": "tokenformer", "architectures": ["TokenFormerForCausalLM"], "auto_map": AUTO_MAP}
     config |= {"dtype": types.pop()} if len(types) == 1 else {}
     config |= {"history": model.history} if model.history else {}  # which transformers hands on, unlike a file
     with atomic_folder(folder, force) as beside:
         _write_json(beside / "config.json", config)
-        _write_json(beside / "generation_config.json", ids | _padding(tokenizer_json, model.config))
+        if image:
+            _write_json(beside / "preprocessor_config.json", _processor(model))
+        else:
+            _write_json(beside / "generation_config.json", ids | _padding(tokenizer_json, model.config))
         _write_json(beside / "history.json", model.history)
-        (beside / FILE).write_text(modeling_source(), encoding="utf-8")
-        (beside / "README.md").write_text(_card(model, Path(folder).name, tokenizer_json, licence), encoding="utf-8")
+        (beside / FILE).write_text(modeling_source(model.config.of), encoding="utf-8")
+        card = _image_card if image else _card
+        (beside / "README.md").write_text(card(model, Path(folder).name, tokenizer_json, licence), encoding="utf-8")
         if tokenizer_json is not None:
             (beside / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
             _write_json(beside / "tokenizer_config.json", _tokenizer_config(model.config, bool(ids)))
@@ -123,8 +138,42 @@ def load_hf(folder: str | Path) -> LanguageModel:
             raise UserError(f"{index} names no files of its own folder: get it anew")
         names = sorted(set(files))
     model = fill(config, Tensors((folder / name for name in names), prefix="model."), str(folder))
-    model.history = read_history(folder) or read_json(folder / "config.json").get("history") or []
+    raw = read_json(folder / "config.json")
+    model.history = read_history(folder) or raw.get("history") or []
+    if config.of == "image":
+        model.images = _images(folder, raw.get("id2label") or {}, config)
     return model
+
+
+def _processor(model: Any) -> dict[str, Any]:
+    """A processor of transformers that needs no torchvision: shorter side resized, centre cut out, normalised."""
+    images, sides = model.images, [side * model.config.patch for side in model.config.grid]
+    shorter = round(min(sides) / images.get("crop_pct", 0.875))
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": max(shorter, *sides)},
+        "resample": 2 if images.get("interpolation") == "bilinear" else 3,
+        "do_center_crop": True,
+        "crop_size": {"height": sides[0], "width": sides[1]},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": images.get("mean", IMAGENET[0]),
+        "image_std": images.get("std", IMAGENET[1]),
+    }
+
+
+def _images(folder: Path, names: dict[str, str], config: ModelConfig) -> dict[str, Any]:
+    """What an image model knows of its images, from transformers' files."""
+    path = folder / "preprocessor_config.json"
+    raw = read_json(path) if path.is_file() else {}
+    shorter = (raw.get("size") or {}).get("shortest_edge")
+    found = {"classes": [names[i] for i in sorted(names, key=int)], "mean": raw.get("image_mean")}
+    found |= {"std": raw.get("image_std"), "crop_pct": min(config.grid) * config.patch / shorter if shorter else None}
+    found["interpolation"] = {2: "bilinear", 3: "bicubic"}.get(raw.get("resample", 0))
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -197,3 +246,24 @@ def _card(model: LanguageModel, title: str, tokenizer_json: str | None, licence:
         use=use,
         **shape,
     )
+
+
+def _image_card(model: Any, title: str, _tokenizer: None, licence: str) -> str:
+    c = model.config
+    head, rest = CARD.partition("# {title}")[0], CARD[CARD.index("With the package `tokenformer`") :]
+    about = f"""# {title}
+
+An image classifier ({c.kind}) with {model.cost().parameters:,} parameters: {c.layers} layers of width {c.dim},
+patches of {c.patch} × {c.patch} pixels, {c.classes:,} classes.
+
+## Use
+
+```python
+from transformers import pipeline
+
+print(pipeline("image-classification", "{title}", trust_remote_code=True)("picture.jpg"))
+```
+
+"""
+    head = head.replace("text-generation", "image-classification").format(licence=licence)
+    return head + about + rest.format(title=title)

@@ -105,7 +105,7 @@ def locate(source: str | Path) -> Located:
             check_manifest(path)
         return Located("checkpoint", path / "model")
     about = path / "config.json"
-    if is_file(about) and read_json(about).get("model_type") == "tokenformer":
+    if is_file(about) and read_json(about).get("model_type") in ("tokenformer", "tokenformer_image"):
         return Located("hf", path)
     weights = official.find(path)
     if weights is None:

@@ -16,6 +16,10 @@ AUTO_MAP = {
     "AutoConfig": "modeling_tokenformer.TokenFormerConfig",
     "AutoModelForCausalLM": "modeling_tokenformer.TokenFormerForCausalLM",
 }
+IMAGE_MAP = {
+    "AutoConfig": "modeling_tokenformer.TokenFormerImageConfig",
+    "AutoModelForImageClassification": "modeling_tokenformer.TokenFormerForImageClassification",
+}
 LEFT_OUT = ("save_pretrained",)  # methods: transformers itself copies the file of a class that came from a folder
 HEADER = f'''"""TokenFormer for transformers in one file, for folders that are loaded with `trust_remote_code=True`.
 
@@ -81,8 +85,8 @@ def _free(table: symtable.SymbolTable) -> set[str]:
 
 
 @functools.cache
-def modeling_source() -> str:
-    """The text of `modeling_tokenformer.py`."""
+def modeling_source(of: str = "language") -> str:
+    """The text of `modeling_tokenformer.py` for models of language or of image."""
     sources: dict[str, _Source] = {}  # in order of import
     kept: dict[str, str] = {}  # name → the module that defines it, or the line that imports it
 
@@ -106,9 +110,9 @@ def modeling_source() -> str:
                 keep(module, other)
         kept[name] = origin
 
-    read("tokenformer.hub.hf.language")
-    for cls in AUTO_MAP.values():
-        keep("tokenformer.hub.hf.language", cls.split(".")[1])
+    read(f"tokenformer.hub.hf.{of}")
+    for cls in (AUTO_MAP if of == "language" else IMAGE_MAP).values():
+        keep(f"tokenformer.hub.hf.{of}", cls.split(".")[1])
     parts = [HEADER + "\n" + "\n".join(sorted({origin for origin in kept.values() if " " in origin}))]
     for module, source in sources.items():
         nodes = {id(node): node for name, node in source.definitions.items() if kept.get(name) == module}

@@ -1,8 +1,14 @@
-"""transformers' classes for our models. Importing this makes AutoConfig and AutoModelForCausalLM know them.
+"""transformers' classes for our models; importing this makes its Auto classes know them.
 
 The only place that imports transformers; folders are read and written without it (`hub/hf_folder.py`).
 """
 
+from tokenformer.hub.hf.image import TokenFormerForImageClassification, TokenFormerImageConfig
 from tokenformer.hub.hf.language import TokenFormerConfig, TokenFormerForCausalLM
 
-__all__ = ["TokenFormerConfig", "TokenFormerForCausalLM"]
+__all__ = [
+    "TokenFormerConfig",
+    "TokenFormerForCausalLM",
+    "TokenFormerForImageClassification",
+    "TokenFormerImageConfig",
+]
