@@ -134,7 +134,7 @@ class FusedModel:
         q_BHTC = torch.empty(batch, c.heads, length, c.head_dim, dtype=self.dtype, device=self.device)
         for i, ((qkv, proj, ffn), at) in enumerate(self.places):
             qkv_MTD = torch.bmm(_weights(qkv, at, x_TD), qkv.value_LMEN[at].mT)
-            decode.place(qkv_MTD, cache.k[i], cache.v[i], *turn, start, q_BHTC)
+            decode.fill_cache(qkv_MTD, cache.k[i], cache.v[i], *turn, start, q_BHTC)
             seen_BHTC = attention(q_BHTC, *(t[i, :, :, : start + length] for t in (cache.k, cache.v)))
             seen_TD = seen_BHTC.transpose(1, 2).reshape(x_TD.shape)
             x_TD.addmm_(_weights(proj, at, seen_TD)[0], proj.value_LMEN[at, 0].T)

@@ -1,6 +1,6 @@
-"""One function fills any model. A parameter's values depend on (seed, its name, its full shape) and on nothing else,
+"""The initialisation of every model. The values of a parameter depend on (seed, its name, its full shape) alone.
 
-so that one process and a thousand, on any device, begin with the same model. Drawn in fp32 on the CPU for that reason.
+So any number of processes, on any device, begin with the same model. Values are drawn in fp32 on the CPU.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ def initial(
     ends: Mapping[str, Role],
     key: str | None = None,
 ) -> Tensor:
-    """The first values of one parameter: keys, tables and inward matrices N(0, 0.02); values and outward matrices
+    """The initial values of one parameter: keys, tables and inward matrices N(0, 0.02); values and outward matrices
     N(0, 2/(layers·√dim)) of their trunk.
 
-    `config.init: centred` subtracts from values their mean over the tokens of a segment. `key` is what the numbers are
-    drawn by instead of the name.
+    `config.init: centred` subtracts from values their mean over the tokens of a segment. The random numbers depend on
+    `key`, if given, instead of the name.
     """
     found = parse(name, ends)
     role = found.role.kind
