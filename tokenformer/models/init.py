@@ -21,12 +21,7 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def initial(
-    name: str,
-    shape: tuple[int, ...],
-    config: ModelConfig,
-    seed: int,
-    ends: Mapping[str, Role],
-    key: str | None = None,
+    name: str, shape: tuple[int, ...], config: ModelConfig, seed: int, ends: Mapping[str, Role], key: str | None = None
 ) -> Tensor:
     """The initial values of one parameter: keys, tables and inward matrices N(0, 0.02); values and outward matrices
     N(0, 2/(layers·√dim)) of their trunk.
