@@ -96,7 +96,7 @@ def _grown(
     only = dataclasses.replace(growth, new_tokens=None, tau=None) == Growth()
     if tokens is None or not only or not isinstance(rule, str) or not isinstance(tau, str | None):
         raise UserError(
-            f"{type(model).__name__} is a module of your own: give tokens=N or tokens={{LAYER: N}}, and beside it "
+            f"{type(model).__name__} is a module of your own: give tokens=N or tokens={{LAYER: N}}, and with it "
             "new_tokens and tau as one word each; the other sizes belong to our models"
         )
     plans = plan_layers(model, tokens, rule, tau)

@@ -31,10 +31,7 @@ class Role(NamedTuple):
         return self.matrix or self.kind == "table"
 
 
-KEY = Role("key")
-VALUE = Role("value")
 INWARD = Role("inward")
-OUTWARD = Role("outward")
 TABLE = Role("table")
 ONE = Role("one")
 ZERO = Role("zero")
@@ -94,7 +91,7 @@ def parse(name: str, ends: Mapping[str, Role]) -> Name:
     if block := _BLOCK.fullmatch(name):
         trunk, layer, rest = block[1], int(block[2]), block[3]
         if tokens := _TOKENS.fullmatch(rest):
-            return Name(trunk, layer, tokens[1], int(tokens[2]), tokens[3], KEY if tokens[4] == "key" else VALUE)
+            return Name(trunk, layer, tokens[1], int(tokens[2]), tokens[3], Role(tokens[4]))
         if matrix := _MATRIX.fullmatch(rest):
             return Name(trunk, layer, matrix[1], None, matrix[2], _role(matrix[1], matrix[2]))
     known = ", ".join(ends) or "none"
@@ -106,4 +103,4 @@ def _role(part: str, leaf: str) -> Role:
         return ZERO
     if part.endswith("norm"):
         return ONE
-    return OUTWARD if part in ("attention.proj", "ffn.down") else INWARD
+    return Role("outward") if part in ("attention.proj", "ffn.down") else INWARD

@@ -163,7 +163,7 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Blocks and the final norm. A model is a trunk with ends of its own, or holds several."""
 
-    ends: ClassVar[Mapping[str, Role]] = {"norm.weight": ONE, "norm.bias": ZERO}  # what lies outside the blocks
+    ends: ClassVar[Mapping[str, Role]] = {"norm.weight": ONE, "norm.bias": ZERO}  # parameters outside the blocks
 
     def __init__(self, config: ModelConfig, **first: nn.Module) -> None:
         """`first`: modules that come before the blocks, such as an embedding. The order of the parameters is the order
@@ -192,10 +192,8 @@ class Trunk(nn.Module):
             if unknown:
                 raise UserError(f"the model has no switch '{unknown.pop()}': model.switch names them")
         for block in self.blocks.children():
-            if view.drop is None:
-                x_BTD = block(x_BTD, view)
-            else:
-                x_BTD = block(x_BTD, view._replace(drop=view.drop[cast(Block, block).attention.layer]))
+            drop = None if view.drop is None else view.drop[cast(Block, block).attention.layer]
+            x_BTD = block(x_BTD, view._replace(drop=drop))
         return x_BTD if self.norm is None else self.norm(x_BTD)
 
     def trunks(self) -> dict[str, "Trunk"]:

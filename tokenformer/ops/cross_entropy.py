@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tokenformer.config_data import IGNORED
-from tokenformer.errors import UserError
-from tokenformer.ops.pattention import MISSING, backend
+from tokenformer.ops.pattention import backend
 
 LOGITS = 1 << 27  # held at once
 ROWS = 4096  # rows whose logits the kernel holds at once
@@ -38,10 +37,8 @@ def linear_cross_entropy(
     """
     hidden_TD, labels_T = hidden_TD.flatten(0, -2), labels_T.flatten()
     if loss_of is None and backend(hidden_TD, choice) == "triton":
-        try:
-            from tokenformer.ops.kernels.cross_entropy import fused
-        except ImportError as error:
-            raise UserError(MISSING) from error
+        from tokenformer.ops.kernels.cross_entropy import fused
+
         total = fused(hidden_TD, weight_WD, labels_T.contiguous(), IGNORED, chunk or ROWS)
         return total, (labels_T != IGNORED).sum()
     chunk = chunk or max(1, LOGITS // len(weight_WD))
