@@ -309,7 +309,7 @@ def scores(
         _scores[(count // rows,)](
             x_BD, keys, out_BN, raw, stat, counter, tau, bounds, x_BD.shape[0], count,
             D=dim, N=count // members, ROWS=rows, BK=_largest_power_of_2(dim, block), BB=bb,
-            PARTS=triton.next_power_of_2(count // members // rows), SEGMENTS=len(bounds) - 1,
+            PARTS=next_power_of_2(count // members // rows), SEGMENTS=len(bounds) - 1,
             PRECISION=_precision(keys), PDL=pdl, HALF=half, num_warps=warps, num_stages=stages,
             **_launch(pdl, not apart),
         )  # fmt: skip
@@ -350,7 +350,7 @@ def greedy(
     """
     _greedy[(len(logits_BW),)](
         logits_BW, token_B, out_BK, position_B, last_B, limit_B, done_B, stop_ids, vocab, logits_BW.shape[1],
-        out_BK.shape[1], STOPS=len(stop_ids), BW=min(16384, triton.next_power_of_2(vocab)), num_warps=32,
+        out_BK.shape[1], STOPS=len(stop_ids), BW=min(16384, next_power_of_2(vocab)), num_warps=32,
     )  # fmt: skip
 
 
@@ -361,13 +361,21 @@ def fill_cache(
     batch, heads, length, dim = q_BHTC.shape
     _fill_cache[(length, batch)](
         qkv_MTD, q_BHTC, k_BHSC, v_BHSC, cos, sin, start, length, batch * length, k_BHSC.shape[2],
-        H=heads, HP=triton.next_power_of_2(heads), C=dim, CP=triton.next_power_of_2(dim), HALF=cos.shape[-1],
+        H=heads, HP=next_power_of_2(heads), C=dim, CP=next_power_of_2(dim), HALF=cos.shape[-1],
     )  # fmt: skip
+
+
+def ceil_div(n: int, by: int) -> int:
+    return -(-n // by)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 def channels(head_dim: int) -> int:
     """Channels of a head as attention holds them: padded to what the matrix units take."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def _largest_power_of_2(n: int, most: int) -> int:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenformer.ops.kernels.decode import _gelu, _scale
+from tokenformer.ops.kernels.decode import _gelu, _scale, ceil_div, next_power_of_2
 
 jit: Any = triton.jit
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -177,8 +177,8 @@ def scores_one(
 ) -> None:  # fmt: skip
     """`out` (N) = keys · x."""
     count, k = _words(keys).shape
-    per = rows * triton.cdiv(count, programs * rows)
-    _scores_one[(triton.cdiv(count, per),)](
+    per = rows * ceil_div(count, programs * rows)
+    _scores_one[(ceil_div(count, per),)](
         x, _words(keys), out, count, PER=per, K=k, R=rows, BK=words, EVEN=count % per == 0 and k % words == 0,
         DEPTH=depth, KIND=KINDS[keys.dtype], PDL=pdl, num_warps=warps, **_launch(pdl, registers),
     )  # fmt: skip
@@ -190,9 +190,9 @@ def values_one(
 ) -> None:  # fmt: skip
     """`out` (M, E) = (+=) values · gelu(score · τ / ‖score‖), each segment of each member by itself."""
     weights, (members, e, n) = _words(values_MEN), values_MEN.shape
-    per, k = rows * triton.cdiv(members * e, programs * rows), weights.shape[-1]
-    words = max(words, triton.next_power_of_2(triton.cdiv(k, 48)))  # the loop over pieces is unrolled: not too many
-    _values_one[(triton.cdiv(e, per), members)](
+    per, k = rows * ceil_div(members * e, programs * rows), weights.shape[-1]
+    words = max(words, next_power_of_2(ceil_div(k, 48)))  # the loop over pieces is unrolled: not too many
+    _values_one[(ceil_div(e, per), members)](
         score, tau, bounds, weights, out, e, PER=per, N=n, SEGMENTS=len(bounds) - 1, K=k, R=rows, BK=words,
         EVEN=e % per == 0 and k % words == 0, DEPTH=depth, KIND=KINDS[values_MEN.dtype], ADD=add, PDL=pdl,
         num_warps=warps, **_launch(pdl, registers),
