@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tokenformer.config_data import IGNORED
-from tokenformer.ops.pattention import backend
+from tokenformer.errors import UserError
+from tokenformer.ops.pattention import MISSING, backend
 
 LOGITS = 1 << 27  # held at once
 ROWS = 4096  # rows whose logits the kernel holds at once
@@ -37,8 +38,10 @@ def linear_cross_entropy(
     """
     hidden_TD, labels_T = hidden_TD.flatten(0, -2), labels_T.flatten()
     if loss_of is None and backend(hidden_TD, choice) == "triton":
-        from tokenformer.ops.kernels.cross_entropy import fused
-
+        try:  # transformers refuses an exported file whose imports are missing, but for those in a try
+            from tokenformer.ops.kernels.cross_entropy import fused
+        except ImportError as error:
+            raise UserError(MISSING) from error
         total = fused(hidden_TD, weight_WD, labels_T.contiguous(), IGNORED, chunk or ROWS)
         return total, (labels_T != IGNORED).sum()
     chunk = chunk or max(1, LOGITS // len(weight_WD))

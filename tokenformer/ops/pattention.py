@@ -22,6 +22,7 @@ from tokenformer.errors import UserError
 BACKENDS = ("auto", "reference", "triton")
 CHOICE = os.environ.get("TOKENFORMER_PATTENTION", "auto")  # the backend where a call does not choose one
 INTERPRETED = ("1", "true", "yes", "on", "y")  # values of TRITON_INTERPRET that Triton takes for true
+MISSING = "triton is not installed: pip install 'tokenformer[kernels]'"
 Segments = Sequence[tuple[Tensor, Tensor, float]]  # keys (N, D), values (N, E), τ
 
 
@@ -167,7 +168,7 @@ def _choose(choice: str, device: str, index: int | None, dtype: torch.dtype, mas
     elif device == "cuda" and torch.cuda.get_device_capability(index) < (8, 0):
         reason = f"{torch.cuda.get_device_name(index)} is older than they were tried on (compute capability 8.0)"
     elif not _has_kernels():
-        reason = "triton is not installed: pip install 'tokenformer[kernels]'"
+        reason = MISSING
     elif device != "cuda" and os.environ.get("TRITON_INTERPRET", "").lower() not in INTERPRETED:
         reason = f"they do not run on {device}"
     if not reason:
@@ -193,6 +194,8 @@ def fused(x_TD: Tensor, members: Sequence[Segments], theta: str, **options) -> l
     for key_ND, value_NE, _ in itertools.chain(*members):
         if len(key_ND) != len(value_NE):
             raise ValueError(f"a segment has {len(key_ND)} keys and {len(value_NE)} values: give as many of each")
-    from tokenformer.ops.kernels import pattention as kernels
-
+    try:  # transformers refuses an exported file whose imports are missing, but for those in a try
+        from tokenformer.ops.kernels import pattention as kernels
+    except ImportError as error:
+        raise UserError(MISSING) from error
     return kernels.fused(x_TD, members, theta, **options)
