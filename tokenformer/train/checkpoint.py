@@ -82,7 +82,7 @@ class Checkpoints:
                     with plain_reasons():
                         return hidden.enter_context(atomic_folder(path))
 
-                folder = self.place.first_does(begin)
+                folder = self.place.run_on_first(begin)
                 for part, tensors in parts.items():
                     write_tensors(folder / part, tensors, self.place.groups.get("files"))
 
@@ -95,7 +95,7 @@ class Checkpoints:
                     write_text(self.run / "checkpoints" / "last", path.name + "\n")
                     self._remove_old()
 
-                self.place.first_does(complete)
+                self.place.run_on_first(complete)
         except (OSError, UserError, CheckpointException) as error:  # DCP wraps what the file system said
             raise CheckpointFailed(f"the checkpoint of step {step} could not be written ({reason(error)})") from error
         self.saved = step

@@ -79,7 +79,7 @@ class Trainer:
         try:
             self.build()
             with contextlib.ExitStack() as held, self.signals():
-                self.place.first_does(lambda: self.take(held))
+                self.place.run_on_first(lambda: self.take(held))
                 self.resume()
                 try:
                     self.loop()
@@ -144,7 +144,7 @@ class Trainer:
         self.chain, self.grown = chain(self.config.model, self.config.growth), Progress()
         if before is not None:  # the first rank reads every byte, and the others use what it found whole
             self.place.start(self.device)
-            self.found = self.place.first_does(lambda: find_newest(self.folder))
+            self.found = self.place.run_on_first(lambda: find_newest(self.folder))
         if self.found.path is not None:
             with checkpoint.expected_form(self.found.path):
                 self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
@@ -193,7 +193,7 @@ class Trainer:
                 checkpoint.restore_rng(state["rng"])
             self.checkpoints.saved = self.step
         self.report: Report | Silent = Silent()
-        self.place.first_does(self.open_report)
+        self.place.run_on_first(self.open_report)
         self.announce()
         self.batches = iter(self.task.loader)
         self.clock = Clock()
@@ -253,7 +253,7 @@ class Trainer:
 
     def stopping(self) -> bool:
         """Whether some rank was asked to stop: all of them do after the same step."""
-        number = self.place.agree(self.asked)
+        number = self.place.max(self.asked)
         self.stop = signal.Signals(number) if number else None
         return self.stop is not None
 
