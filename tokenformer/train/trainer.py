@@ -273,7 +273,7 @@ class Trainer:
         self.layout.collect_gradients()
         divisor, skip, norm = self.guard.check(self.layout.norm(), total, count / expected)
         self.optimizer.step(self.rate(self.step), divisor, skip)
-        self.layout.clear()
+        self.layout.zero_grad()
         self.recent.append(torch.stack([total / count, norm, skip, self.guard.scale]))
         self.guard.update(skip)
 

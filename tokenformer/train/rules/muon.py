@@ -74,7 +74,7 @@ class Muon:
         place = self.layout.place
         if place.degrees.world == place.degrees.pipeline:
             return solve(stack)
-        sizes = [side.stop - side.start for side, *_ in map(self.layout.box_of, splits)]
+        sizes = [side.stop - side.start for side, *_ in map(self.layout.box, splits)]
         solved = solve_whole([matrix.split(sizes) for matrix in stack], splits, place, solve)
         return torch.stack([torch.cat(unit) if len(unit) > 1 else unit[0] for unit in solved])
 
