@@ -1,4 +1,4 @@
-"""TokenFormer: parameters are tokens. The public door: a name is imported when it is used."""
+"""TokenFormer: parameters are tokens. The public names; each is imported when it is first used."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenformer.models import LanguageModel as LanguageModel
     from tokenformer.models import Pattention as Pattention
 
-_DOOR = {
+_MODULES = {
     "Config": "config",
     "ModelConfig": "config",
     "UserError": "errors",
@@ -29,24 +29,13 @@ _DOOR = {
     "load": "hub",
     "save": "hub",
 }
-__all__ = [
-    "Config",
-    "LanguageModel",
-    "ModelConfig",
-    "Pattention",
-    "UserError",
-    "grow",
-    "load",
-    "save",
-    "shrink",
-    "slice",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str):
-    if name not in _DOOR:
+    if name not in _MODULES:
         raise AttributeError(f"module 'tokenformer' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"tokenformer.{_DOOR[name]}"), name)
+    return getattr(importlib.import_module(f"tokenformer.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

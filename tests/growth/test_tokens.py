@@ -138,7 +138,7 @@ def test_zero_keys_beside_values_that_never_trained_are_not_dead():
         ({"ffn_tokens": 60, "new_tokens": {"mlp": "segment"}}, "'mlp'"),
         ({"ffn_tokens": 60, "tau": "sqrt_n"}, "leave it out"),
         ({"ffn_tokens": 60, "tau": "foo"}, "hold or sqrt_n"),
-        ({"ffn_tokens": [60, 60]}, "give one number"),
+        ({"ffn_tokens": [60, 60]}, "give one whole number"),
         ({"ffn_tokens": 60, "new_tokens": "random", "tau": "free"}, "hold or sqrt_n"),
         ({"ffn_tokens": 60, "new_tokens": "random", "tau": {"qkv": "hold"}}, "no rows are appended"),
         ({}, "nothing to grow"),
