@@ -8,11 +8,11 @@ import torch
 
 from tokenformer.config import ModelConfig
 from tokenformer.config_growth import GrowthStage
-from tokenformer.growth.make import make
-from tokenformer.growth.model import follow
-from tokenformer.growth.plan import plan
+from tokenformer.growth.make import make_tensor
+from tokenformer.growth.model import apply_plan
+from tokenformer.growth.plan import plan_growth
 from tokenformer.growth.recipes import Plan
-from tokenformer.growth.state import State, grow_entry, grow_state, warning
+from tokenformer.growth.state import State, grow_entry, grow_state, warn_of_beta2
 from tokenformer.models.names import parse
 from tokenformer.parallel.layout import Layout, Wholes
 from tokenformer.parallel.parallelize import Build, Parallelizer
@@ -24,13 +24,14 @@ def grow(
 ) -> tuple[Layout, Optimizer, str | None]:
     """Return the next model of the run, its optimizer, and a warning about them (or None)."""
     model = layout.model
-    growth = plan(model.config, list(layout.splits), stage, ends=model.ends, seed=seed, number=number)
+    growth = plan_growth(model.config, list(layout.splits), stage, ends=model.ends, seed=seed, number=number)
     old = optimizer.state_by_name() if stage.state == "keep" else {}
     if layout.place.alone:
-        new, state = parallelizer.wrap_in_place(follow(model, growth, share=True)), grow_state(growth, old)
+        new, state = parallelizer.wrap_in_place(apply_plan(model, growth, share=True)), grow_state(growth, old)
     else:
         new, state = grow_sharded(layout, growth, parallelizer, old)
-    said = warning(growth.recipes, optimizer.config.betas[1]) if optimizer.config.kind == "adamw" and state else None
+    adamw = optimizer.config.kind == "adamw"
+    said = warn_of_beta2(growth.recipes, optimizer.config.betas[1]) if adamw and state else None
     new.freeze(frozen(growth, stage))
     grown = Optimizer(new, optimizer.config, rates(growth, stage))
     grown.load_state_by_name(state)
@@ -43,7 +44,7 @@ def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: 
     new.model.history = [*layout.model.history, growth.event]
     new.model.train(layout.model.training)
     for name, recipe in growth.recipes.items():
-        tensor = make(growth, name, wholes)
+        tensor = make_tensor(growth, name, wholes)
         if name in new.named:
             new.named[name].detach().copy_(new.take(name, tensor))
         entry = layout.whole_state(recipe.old, old) if recipe.old else {}
@@ -56,7 +57,7 @@ def after_growth(layout: Layout, build: Build, before: ModelConfig, stage: Growt
     """Freeze what the growth that led to a resumed model froze; return the shares of the rate of what learns slower."""
     with torch.device("meta"):
         names = [name for name, _ in build(before).named_parameters()]
-    growth = plan(before, names, stage, ends=layout.model.ends)
+    growth = plan_growth(before, names, stage, ends=layout.model.ends)
     layout.freeze(frozen(growth, stage))
     return rates(growth, stage)
 
