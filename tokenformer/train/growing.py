@@ -27,7 +27,8 @@ def grow(
     growth = plan_growth(model.config, list(layout.splits), stage, ends=model.ends, seed=seed, number=number)
     old = optimizer.state_by_name() if stage.state == "keep" else {}
     if layout.place.alone:
-        new, state = parallelizer.wrap_in_place(apply_plan(model, growth, share=True)), grow_state(growth, old)
+        bigger = apply_plan(model, growth, share=True, build=parallelizer.build)
+        new, state = parallelizer.wrap_in_place(bigger), grow_state(growth, old)
     else:
         new, state = grow_sharded(layout, growth, parallelizer, old)
     adamw = optimizer.config.kind == "adamw"

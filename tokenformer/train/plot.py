@@ -48,7 +48,7 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
 
     def at(step: int) -> float:
         """Return where a step lies on the axis: between the two log lines around it."""
-        return float(np.interp(step, *zip((0, 0.0), *known, strict=True)))
+        return float(np.interp(step, [0, *(s for s, _ in known)], [0.0, *(x for _, x in known)]))
 
     validation = [row for row in rows if row["kind"] == "validation" and row.get("loss") is not None]
     growths = [row for row in rows if grown(row)]
