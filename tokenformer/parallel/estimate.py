@@ -65,10 +65,9 @@ def estimate(config: Config | Cut, d: Degrees, per_node: int = 8) -> Estimate:
     compute = tokens * cost(cut.model).training_flops(cut.model.context) / d.world / FLOPS
     compute *= 4 / 3 if cut.config.train.activation_checkpointing == "full" else 1
     compute *= 1 + (d.pipeline - 1) / steps  # ranks of a pipeline wait for the first and the last
-    reach = {"token": d.token, "shard": d.token * d.shard, "data": d.world // d.pipeline}
-    far = {"token": "token", "statistics": "token", "gather": "shard", "reduce": "shard", "replicate": "data"}
-    far |= {"muon": "data"}
-    slow = {why: FAR if reach.get(far.get(why, ""), d.world) > per_node else NEAR for why in most_sent}
+    shard, data = d.token * d.shard, d.world // d.pipeline  # neighbours that a message stays among
+    reach = {"token": d.token, "statistics": d.token, "gather": shard, "reduce": shard, "replicate": data, "muon": data}
+    slow = {why: FAR if reach.get(why, d.world) > per_node else NEAR for why in most_sent}
     return Estimate(d, micro, held, most_sent, compute + sum(n / slow[why] for why, n in most_sent.items()))
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tokenformer.config import CheckpointConfig
@@ -24,8 +23,7 @@ from tokenformer.hub.run_folder import Found, all_steps
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
 from tokenformer.parsing import read_json
-
-State = dict[str, dict[str, Tensor]]  # an optimizer's, by parameter name
+from tokenformer.train.rules import State
 
 
 class Checkpoints:

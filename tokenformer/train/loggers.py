@@ -41,16 +41,9 @@ def open_loggers(config: Config, run: Path, run_id: str, step: int) -> list[Logg
     if config.log.wandb != "none":
         import wandb
 
+        settings = {"project": config.log.wandb_project, "name": run.name, "mode": config.log.wandb, "dir": str(run)}
         try:
-            online = wandb.init(
-                project=config.log.wandb_project,
-                name=run.name,
-                id=run_id,
-                resume="allow",
-                mode=config.log.wandb,
-                dir=str(run),
-                config=to_dict(config),
-            )
+            online = wandb.init(id=run_id, resume="allow", config=to_dict(config), **settings)
         except (wandb.Error, OSError) as error:
             raise UserError(f"log.wandb could not be started ({error}): mend that, or set log.wandb=offline") from None
         opened.append(Logger("wandb", lambda at, values: online.log(values, step=at), online.finish))

@@ -77,11 +77,8 @@ def chart(curves: list[Curve], axis: str) -> str:
     about = {"width": WIDTH, "left": LEFT, "right": RIGHT, "to": right, "axis": across, "curves": data}
     held = html.escape(json.dumps(about, separators=(",", ":")), quote=True)
     rule = f'<line class="grid rule" style="display:none" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-    hint = (
-        "<span class=hint>thin: training loss · with dots: validation</span>"
-        if any(c.validation for c in curves)
-        else ""
-    )
+    measured = any(curve.validation for curve in curves)
+    hint = "<span class=hint>thin: training loss · with dots: validation</span>" if measured else ""
     return (
         f'<div class="legend">{"".join(legend)}{hint}</div><div class="chart" data-curves="{held}">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}{rule}</svg><div class="tip"></div></div>'

@@ -159,7 +159,7 @@ class Trainer:
         check_reached(self.config.growth, self.grown, self.config.steps, self.task.units_per_step)
 
     def lock_folder(self, held: contextlib.ExitStack) -> None:
-        """Lock the folder, and remove everything from it that is no whole checkpoint."""
+        """Lock the folder, and clear its checkpoints of those that are not whole."""
         if (self.folder / ".lock").exists() and not self.seen:
             self.notes.append(f"{self.folder} has no checkpoint: it is begun again")
         held.enter_context(lock(self.folder))

@@ -31,7 +31,7 @@ def encode_units(tokenizer: Tokenizer, texts: Sequence[str], lasts: Sequence[boo
     return Encoded(np.array(counts, np.int64), ids.tobytes(), special)
 
 
-def start(_memory: mmap.mmap, text: str, name: str, end: str | None) -> Callable[..., Encoded]:
+def start(_memory: mmap.mmap, text: str, name: str, end: int) -> Callable[..., Encoded]:
     """Run in a worker: return the function that encodes pieces of text, by a tokenizer's JSON (none: by bytes)."""
     tokenizer: Tokenizer = FileTokenizer(text, name, end) if text else ByteTokenizer()
     return lambda texts, lasts: encode_units(tokenizer, [text.decode() for text in texts], lasts)
@@ -40,9 +40,10 @@ def start(_memory: mmap.mmap, text: str, name: str, end: str | None) -> Callable
 class Encoders:
     """Several worker processes; `submit` returns a Future of an `Encoded`."""
 
-    def __init__(self, tokenizer: Tokenizer, workers: int, end: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
         text = "" if isinstance(tokenizer, ByteTokenizer) else tokenizer.to_json()
-        self._workers = Workers("tokenformer.data.text.encode.start", workers, (text, tokenizer.name, end))
+        setup = (text, tokenizer.name, tokenizer.end_of_document)
+        self._workers = Workers("tokenformer.data.text.encode.start", workers, setup)
         self._threads = ThreadPoolExecutor(workers)
 
     def submit(self, texts: Sequence[bytes], lasts: Sequence[bool]) -> Future[Encoded]:

@@ -25,6 +25,8 @@ from tokenformer.errors import UserError
 
 Item = TypeVar("Item")
 STDIN = "-"
+_COMPRESSED: dict[str, Callable[[Any], Any]] = {".gz": lambda s: gzip.GzipFile(fileobj=s), ".xz": lzma.open}
+_COMPRESSED[".bz2"] = bz2.BZ2File
 DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, tarfile.ReadError, zipfile.BadZipFile)
 
 
@@ -151,12 +153,8 @@ def unpack(stream: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, str]]:
     """Unpack what the endings of a name say (.gz, .xz, .zst, .bz2, .tar, .zip), one after another."""
     name = name.removesuffix(".tgz") + ".tar.gz" if name.endswith(".tgz") else name
     inner, ending = os.path.splitext(name)
-    if ending == ".gz":
-        yield from unpack(gzip.GzipFile(fileobj=stream), inner)  # type: ignore[arg-type]
-    elif ending == ".xz":
-        yield from unpack(lzma.open(stream), inner)  # type: ignore[arg-type]  # noqa: SIM115
-    elif ending == ".bz2":
-        yield from unpack(bz2.BZ2File(stream), inner)  # type: ignore[arg-type]
+    if ending in _COMPRESSED:
+        yield from unpack(_COMPRESSED[ending](stream), inner)
     elif ending == ".zst":
         yield from unpack(io.BufferedReader(_Zstd(stream, name), 1 << 20), inner)
     elif ending == ".tar":

@@ -175,7 +175,7 @@ def prepare(
                 say(work.note)
             elif work.progress != Progress():
                 say(f"continuing after {work.progress.tokens:,} tokens of an interrupted run")
-            _encode_all(work, sources, reading, encoder, workers, end, say)
+            _encode_all(work, sources, reading, encoder, workers, say)
             if not work.progress.documents:
                 work.discard()
                 others = f" and {len(sources) - 1} other files" if len(sources) > 1 else ""
@@ -203,14 +203,13 @@ def _encode_all(
     reading: Reading,
     tokenizer: Tokenizer,
     workers: int,
-    end: str | None,
     say: Callable[[str], object],
 ) -> None:
     """Encode what the work lacks. Where an input changed since the work was begun, start over."""
     total = sum(s.bytes for s in sources) if all(s.path != STDIN for s in sources) else None
     start, first = time.monotonic(), work.progress
     waiting: deque = deque()
-    pool = Encoders(tokenizer, workers, end)
+    pool = Encoders(tokenizer, workers)
     try:
         with meter(f"preparing with {tokenizer.name}", total) as show:
 
@@ -237,7 +236,7 @@ def _encode_all(
             ) from None
         say("a file changed since the unfinished work was begun: starting over")
         work.start_over()
-        _encode_all(work, sources, reading, tokenizer, workers, end, say)
+        _encode_all(work, sources, reading, tokenizer, workers, say)
     finally:
         pool.close()
 

@@ -170,12 +170,12 @@ def stats(source: Indexed, shares: Sequence[float], context: int) -> list[tuple[
     return [*rows, ("parts", note)] if note else rows
 
 
-def check_set_tokenizer(source: Indexed, tokenizer: Tokenizer, whose: str) -> None:
+def check_set_tokenizer(source: Indexed, tokenizer: Tokenizer) -> None:
     """Refuse a set that another tokenizer made: its ids mean nothing to the model."""
     about = (source.description or {}).get("tokenizer")
     if about and about["sha256"] != fingerprint(tokenizer) and not same_tokenizer(set_tokenizer(source), tokenizer):
         raise UserError(
-            f"{source.prefix} was prepared with the tokenizer {about['name']}, which is not that of {whose}: "
+            f"{source.prefix} was prepared with the tokenizer {about['name']}, which is not that of the model: "
             "prepare the text with the model's own (prepare --tokenizer FOLDER), or give the set that belongs to it"
         )
 

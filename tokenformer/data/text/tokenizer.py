@@ -185,7 +185,7 @@ def load_tokenizer(name: str | Path, end: str | None = None) -> Tokenizer:
     return FileTokenizer(read_text(path), str(name), end)
 
 
-def train_tokenizer(texts: Iterable[str], vocab: int, name: str = "trained") -> FileTokenizer:
+def train_tokenizer(texts: Iterable[str], vocab: int) -> FileTokenizer:
     """Train a byte-level BPE of `vocab` ids, which splits text as GPT-2 does; id 0 is <|endoftext|>.
 
     >>> tiny = train_tokenizer(["to be or not to be"] * 9, 260)
@@ -206,4 +206,4 @@ def train_tokenizer(texts: Iterable[str], vocab: int, name: str = "trained") -> 
         vocab_size=vocab, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     inner.train_from_iterator(texts, trainer)
-    return FileTokenizer(inner.to_str(), name)
+    return FileTokenizer(inner.to_str(), "trained")
