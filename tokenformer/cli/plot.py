@@ -13,7 +13,8 @@ from pathlib import Path
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--out", action="append", metavar="FILE", help="a .png or .html file; may be given twice")
-    parser.add_argument("--x", choices=["step", "tokens", "hours", "compute"], default="step", help="what goes across")
+    across = "step (default), hours, compute, or what the runs count: tokens, images, …"
+    parser.add_argument("--x", metavar="AXIS", default="step", help=across)
     parser.add_argument("--title", default="", help="what stands above")
 
 

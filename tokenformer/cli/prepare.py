@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--field", default="text", help="of JSON lines or Parquet (default: text)")
     parser.add_argument("--separator", metavar="S", help=r"between two documents of a text; \n and \t are known")
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="what to do with bad documents")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--shard", metavar="I/N", help="only the I-th of N shares of the files; see `data merge`")
     parser.add_argument("--downloads", metavar="FOLDER", help="where archives go (default: downloads in --out)")
     parser.add_argument("--force", action="store_true", help="replace a set of this name")
@@ -42,8 +42,6 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.data.text.prepare import prepare
     from tokenformer.data.text.reading import Reading
 
-    if args.workers is not None and args.workers < 1:
-        raise UserError(f"--workers {args.workers} cannot work: give 1 or more")
     separator = args.separator.replace("\\n", "\n").replace("\\t", "\t") if args.separator is not None else None
     if separator == "":
         raise UserError("--separator is empty: give what stands between two documents")

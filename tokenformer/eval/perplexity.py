@@ -186,7 +186,7 @@ def is_prepared(path: str | Path) -> bool:
 
 def _prepared(path: str | Path, tokenizer: Tokenizer, part: str | None, shares: Sequence[float]) -> Iterator[Document]:
     held = Indexed(path, vocab=tokenizer.vocab_size)
-    check_set_tokenizer(held, tokenizer, "the model")
+    check_set_tokenizer(held, tokenizer)
     start, stop = 0, len(held.tokens)
     if part is not None:
         edges, _ = part_edges(held, shares)

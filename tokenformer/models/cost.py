@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from tokenformer.config import PROJECTION_OF, PROJECTIONS, ModelConfig
+from tokenformer.models.names import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +95,11 @@ def equal_transformer(config: ModelConfig) -> ModelConfig:
     return ModelConfig(
         kind="transformer", dim=dim, ffn_dim=ffn_dim, heads=dim // step, rotary_fraction=config.rotary_fraction, **shape
     )
+
+
+def model_cost(model: Any) -> Cost:
+    """Count a model of several trunks: its config describes the blocks, its parameters what lies outside them."""
+    outside = {n: p.numel() for n, p in model.named_parameters() if parse(n, model.ends).layer is None}
+    products = sum(size for name, size in outside.items() if model.ends[name].matrix)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return dataclasses.replace(cost(model.config), parameters=whole, head_parameters=products)

@@ -34,7 +34,8 @@ def initial(
     if not found.role.decays:
         return torch.full(shape, {"one": 1.0, "zero": 0.0}.get(role, found.role.start))
     trunk, outward = config.trunk(found.trunk), role in ("value", "outward")
-    values = draw(seed, key or name, shape) * (2 / (trunk.layers * trunk.dim**0.5) if outward else 0.02)
+    deep = outward and (found.layer is not None or not config.trunks)  # an end of several trunks has no depth
+    values = draw(seed, key or name, shape) * (2 / (trunk.layers * trunk.dim**0.5) if deep else 0.02)
     if trunk.init == "centred" and role == "value":
         values -= values.mean(0)
     return values
