@@ -229,8 +229,7 @@ class Config(Section):
     )
     seed: int = key("seed of the initial values and of the order of the data", 1234)
     start: str | None = key(
-        "weights to begin with (folder, run, official); of a smaller model they fill the first parameter tokens",
-        None,
+        "weights to begin with (folder, run, official); of a smaller model they fill the first parameter tokens", None
     )
     data: DataConfig = key("what it is trained on", make=DataConfig)
     optimizer: OptimizerConfig = key("the update rule", make=OptimizerConfig)

@@ -309,8 +309,8 @@ def test_a_name_of_the_hub_is_announced_before_it_is_asked_for(tmp_path, monkeyp
     for name, revision in (("owner/model", ""), ("hub:owner/model", ""), ("owner/model@v2", "v2")):
         assert main(["info", name]) == 2
         said = capsys.readouterr().err.splitlines()
-        assert said[0].startswith("owner/model: no path here, so the hub is asked") and revision in said[0]
-    assert "is a preset, a config without weights" in refused(capsys, *write("lm/150m"))
+        assert said[0].startswith("owner/model: no local path, so the hub is asked") and revision in said[0]
+    assert "is a config without weights" in refused(capsys, *write("lm/150m"))
     assert "did you mean the preset 'lm/150m'" in refused(capsys, *write("lm/151m"))
 
 

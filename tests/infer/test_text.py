@@ -6,8 +6,7 @@ from small_models import make
 from tokenformer.data.text.tokenizer import load_tokenizer
 from tokenformer.errors import UserError
 from tokenformer.infer import Engine, Sampling, write_texts
-from tokenformer.infer.session import Session
-from tokenformer.infer.text import Piecewise
+from tokenformer.infer.text import Piecewise, Session
 
 BYTES = load_tokenizer("byte")
 PROMPTS = ["Once upon", "", "a longer prompt than the others"]

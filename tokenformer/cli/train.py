@@ -4,11 +4,11 @@ example: tokenformer train lm/150m data.path=prepared/books batch=64 --out runs/
          tokenformer train runs/books --resume
          tokenformer train bigger data.path=prepared/books batch=64 --out runs/bigger
 
-CONFIG is a file of ours or an official YAML file, a preset (lm/150m), or a run folder to go on with (--resume). Weights
-instead (a folder, a run, a model of the hub) mean their model, beginning with these weights, in a run of its own:
---out names it; start=null begins from scratch. An existing run is never overwritten: --resume goes on from its newest
-checkpoint (and begins where there is none, so that a job script can always give it). SIGTERM, SIGINT and SIGUSR1 save
-and leave.
+CONFIG is a file of ours or an official YAML file, a preset (lm/150m), or a run folder to resume (--resume). Weights
+instead (a folder, a run, a model of the hub) begin a new run, named by --out, with their model and these weights;
+start=null begins from scratch. An existing run is never overwritten: --resume continues from its newest checkpoint (and
+begins the run where there is none, so that a job script can always give it). SIGTERM, SIGINT and SIGUSR1 save a
+checkpoint and stop.
 
 Many processes: torchrun --nproc-per-node 8 -m tokenformer train CONFIG parallel.shard=8 (docs/parallelism.md).
 """
@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, run folder, or weights to begin with")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
     parser.add_argument("--out", metavar="RUN", help="run folder (default: the config's `out`, or its name in runs/)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run")
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,8 +10,10 @@ from tokenformer.models.names import parse
 from tokenformer.parallel.parallelize import Build, Values
 
 
-def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
-    """Return what gives each whole parameter its first values, by name and shape. `files` belong to the task's data.
+def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[Values, list[dict]]:
+    """Return what gives each whole parameter its first values, by name and shape, and the growths that led to them.
+
+    `files` belong to the task's data.
 
     Parameter tokens of a smaller model (`start`) fill the first rows, the rest keeps its initial values and τ follows
     the new number: the official `pretrain_partial_init`, which does not keep the function.
@@ -21,12 +23,13 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
     model_config, start = config.model.resolved(), config.start
     with torch.device("meta"):
         model = build(model_config)
-    mine, given = dict(model.named_parameters()), {}
+    mine, given, history = dict(model.named_parameters()), {}, []
     if start:
         try:
             opened = open_model(start)
             opened.check_tokenizer(files.get("tokenizer.json"))
             given = {name: tensor.detach() for name, tensor in opened.model.named_parameters()}
+            history = opened.model.history
         except UserError as error:
             raise UserError(f"start (official: pretrain_partial_init): {error}") from None
     for name, tensor in given.items():
@@ -46,4 +49,4 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
             made[tuple(slice(n) for n in given[name].shape)] = given[name]
         return made
 
-    return values
+    return values, history
