@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from tokenformer.config import Config as Config
     from tokenformer.config import ModelConfig as ModelConfig
     from tokenformer.errors import UserError as UserError
-    from tokenformer.growth import grow as grow
-    from tokenformer.growth import slice as slice
+    from tokenformer.growth.model import grow as grow
+    from tokenformer.growth.model import slice as slice
     from tokenformer.growth.shrink import shrink as shrink
     from tokenformer.hub import load as load
     from tokenformer.hub import save as save
@@ -23,9 +23,9 @@ _MODULES = {
     "UserError": "errors",
     "LanguageModel": "models",
     "Pattention": "models",
-    "grow": "growth",
+    "grow": "growth.model",
     "shrink": "growth.shrink",
-    "slice": "growth",
+    "slice": "growth.model",
     "load": "hub",
     "save": "hub",
 }
