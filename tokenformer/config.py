@@ -244,12 +244,12 @@ class Config(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         plateau = any("plateau" in stage.at for stage in self.growth)
-        need(not plateau or self.validation.every > 0, "growth at a plateau looks at validations: set validation.every")
+        need(not plateau or self.validation.every > 0, "growth at a plateau needs validations: set validation.every")
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """The config.yml that stands beside weights: the model alone."""
+    """The config.yml beside weights: the model alone."""
 
     model: ModelConfig = key("the model")
 

@@ -333,7 +333,7 @@ def test_weights_given_to_train_are_begun_with(config_file, tmp_path, capsys):  
     more = [f"data.{data.strip().replace(': ', '=')}", "batch=4", "steps=0", "train.device=cpu"]
     assert "give --out RUN" in refused(capsys, "train", grown, *more)
     assert "give --out RUN" in refused(capsys, "train", run)
-    assert "no run to go on with" in refused(capsys, "train", grown, *more, "--resume")
+    assert "no run to resume" in refused(capsys, "train", grown, *more, "--resume")
     assert main(["train", str(grown), *more, "--out", str(on)]) == 0
     assert f"begins with the weights of {grown}" in capsys.readouterr().out
     began, before = tokenformer.load(on), tokenformer.load(grown)

@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace a file of that name")
     add("--num-samples", type=int, help="texts without a prompt")
     add("--interactive", action="store_true", help="a conversation; text comes as it is made")
-    add("--no-history", action="store_true", help="in conversation: every prompt stands alone")
+    add("--no-history", action="store_true", help="in conversation: forget earlier prompts and texts")
     add("--tokens", type=int, help="new tokens at most (default 64)")
     add("--temperature", type=float, help="0 = the most likely token (default)")
     add("--top-k", type=int, help="only the k most likely tokens")
@@ -106,7 +106,7 @@ def write(engine, tokenizer, request, prompts: list, stop_ids: list[int], args: 
     plain = shown and bool(args.prompt) and not args.logprobs and not request.return_logits
     alone = plain and len(prompts) == 1
 
-    def said(_: int, piece: str) -> None:
+    def show(_: int, piece: str) -> None:
         print(piece, end="", flush=True)
 
     results = write_texts(
@@ -120,7 +120,7 @@ def write(engine, tokenizer, request, prompts: list, stop_ids: list[int], args: 
         batch=args.batch,
         every=LIVE if alone else None,
         logprobs=args.logprobs,
-        said=said if alone else None,
+        on_piece=show if alone else None,
         stop_ids=stop_ids,
         names=[prompt.name for prompt in prompts],
     )
@@ -168,7 +168,7 @@ def converse(engine, tokenizer, request, stop_ids: list[int], args: argparse.Nam
     if sys.stdin.isatty():
         import readline  # noqa: F401 (arrow keys and earlier lines)
 
-        print(f"write, and the model goes on; {COMMANDS}, Ctrl-C stops an answer", file=sys.stderr)
+        print(f"write, and the model continues; {COMMANDS}, Ctrl-C stops an answer", file=sys.stderr)
     while (text := read_prompt(request.prompt_end)) is not None and text.rstrip() != "/quit":
         if text.rstrip() == "/new":
             session.history = ""

@@ -40,7 +40,7 @@ class Verb(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         if self.mixing or self._subparsers is not None:  # of a verb with actions only these do it
             return super().parse_known_args(args, namespace)
-        self.mixing = True  # what follows calls this again
+        self.mixing = True  # parse_known_intermixed_args calls this method
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:

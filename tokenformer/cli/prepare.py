@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--workers is {args.workers}: give 1 or more")
     separator = args.separator.replace("\\n", "\n").replace("\\t", "\t") if args.separator is not None else None
     if separator == "":
-        raise UserError("--separator is empty: give what stands between two documents")
+        raise UserError("--separator is empty: give the text between two documents")
     named, inputs = resolve(args.inputs)
     reading = SETS[named].reading if named else Reading()
     changes = {"format": args.format, "field": args.field, "on_error": args.on_error}

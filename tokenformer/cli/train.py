@@ -37,16 +37,16 @@ def run(args: argparse.Namespace) -> int:
     source, given = Path(args.config), Path(args.out) if args.out else None
     inside = is_file(source / "config.yml")  # a run, or a folder of weights
     if args.resume and not given and not inside and not is_file(source) and args.config not in presets():
-        raise UserError(f"there is no run at {source} to go on with: give its folder, or a config and --out")
+        raise UserError(f"there is no run at {source} to resume: give its folder, or a config and --out")
     itself = args.resume and inside and (given is None or given.resolve() == source.resolve())
     if itself and not is_folder(source / "checkpoints") and means_weights(source):
-        raise UserError(f"{source} holds weights but no run to go on with: give --out RUN to begin one with them")
+        raise UserError(f"{source} holds weights but no run to resume: give --out RUN to begin one with them")
     names = [source / "config.yml" if itself else args.config, *(s for s in args.settings if "=" not in s)]
     config = read_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
     if not itself and given is None and config.out is None and means_weights(args.config):
         raise UserError(
             f"{source} holds weights, and what is trained from them needs a folder of its own: give --out RUN"
-            + (", or --resume to go on with this run" if is_folder(source / "checkpoints") else "")
+            + (", or --resume to continue this run" if is_folder(source / "checkpoints") else "")
         )
     default = source if itself else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
     if config.start and not itself and os.environ.get("RANK", "0") == "0":

@@ -117,7 +117,7 @@ class Stored(Tensors):
 
 
 def sidecars(config: ModelConfig, history: list[dict], tokenizer_json: str | None = None) -> dict[str, str]:
-    """Return what stands beside a model's tensors, in our folders and in checkpoints: text by file name."""
+    """Return the files beside a model's tensors, in our folders and in checkpoints: text by file name."""
     files = {"config.yml": native.to_yaml(ModelFile(config)), "history.json": json.dumps(history, indent=1) + "\n"}
     return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
 

@@ -79,7 +79,7 @@ class Located(NamedTuple):
 
 
 def locate(source: str | Path, values: bool = True) -> Located:
-    """Find the weights at a path or behind a hub name. A run stands for its newest whole checkpoint.
+    """Find the weights at a path or behind a hub name. Of a run they are those of its newest whole checkpoint.
 
     Without `values` the weights of a checkpoint are compared with its manifest by their size alone, which is quick.
     """

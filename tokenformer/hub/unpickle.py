@@ -81,7 +81,7 @@ _CALLS: dict[str, Any] = {
 }
 _GLOBALS = _CALLS | {f"torch.{name}": getattr(torch, name) for name in _TYPES}
 _GLOBALS |= {f"torch.{kind}Storage": getattr(torch, name) for kind, name in zip(_STORAGES, _TYPES, strict=True)}
-# What torch.save never writes; the last one allocates before it looks.
+# What torch.save never writes; the last one allocates before it reads.
 _UNUSED = {pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.PERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4}
 _UNUSED |= {pickle.BYTEARRAY8}
 

@@ -32,7 +32,7 @@ class Request(Sampling):
 
     text_gen_type: Literal["unconditional", "input-file", "interactive"] = key("where prompts come from")
     maximum_tokens: int = key("new tokens of a text, at most", 64, above=0)
-    prompt_end: str = key("what stands between two prompts of a file, and ends one in conversation", "\n")
+    prompt_end: str = key("the text between two prompts of a file, which also ends one in conversation", "\n")
     sample_input_file: str | None = key("input-file: the prompts", None)
     sample_output_file: str | None = key("where the JSON lines go; absent = shown", None)
     num_samples: int = key("unconditional: how many texts", 1, above=0)
@@ -41,7 +41,7 @@ class Request(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need(self.prompt_end != "", "prompt_end is empty: give what stands between two prompts")
+        need(self.prompt_end != "", "prompt_end is empty: give the text between two prompts")
         if self.text_gen_type == "input-file":
             need(self.sample_input_file is not None, "input-file needs prompts: set sample_input_file")
 

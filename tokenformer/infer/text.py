@@ -107,11 +107,11 @@ def write_texts(
     batch: int = 32,
     every: int | None = None,
     logprobs: bool = False,
-    said: Callable[[int, str], object] | None = None,
+    on_piece: Callable[[int, str], object] | None = None,
     stop_ids: Sequence[int] = (),
     names: Sequence[str] | None = None,
 ) -> Iterator[TextResult]:
-    """Write a text for each prompt, in order, `batch` at a time; `said(i, piece)` is called with the pieces of text i.
+    """Write a text for each prompt, in order, `batch` at a time; `on_piece(i, piece)` gets the pieces of text i.
     All prompts are checked before the first text; messages call them by their `names`.
     """
     names = names or [f"prompts[{i}]" for i in range(len(prompts))]
@@ -121,9 +121,9 @@ def write_texts(
     def work() -> Iterator[TextResult]:
         for first in range(0, len(prompts), batch):
             some = slice(first, first + batch)
-            heard = None if said is None else lambda i, piece, first=first: said(first + i, piece)
+            each = None if on_piece is None else lambda i, piece, first=first: on_piece(first + i, piece)
             yield from continue_ids(
-                engine, tokenizer, prompts[some], rows[some], n, sampling, chosen[some], stops, every, logprobs, heard,
+                engine, tokenizer, prompts[some], rows[some], n, sampling, chosen[some], stops, every, logprobs, each,
                 stop_ids,
             )  # fmt: skip
 
@@ -141,7 +141,7 @@ def continue_ids(
     stops: Sequence[str] = (),
     every: int | None = None,
     logprobs: bool = False,
-    said: Callable[[int, str], object] | None = None,
+    on_piece: Callable[[int, str], object] | None = None,
     stop_ids: Sequence[int] = (),
     enough: Callable[[], bool] = lambda: False,
 ) -> list[TextResult]:
@@ -159,8 +159,8 @@ def continue_ids(
             piece = texts[i].add(new, last=last or running.ended[i])
             if last or texts[i].stopped:
                 running.ended[i] = True
-            if piece and said is not None:
-                said(i, piece)
+            if piece and on_piece is not None:
+                on_piece(i, piece)
     seconds = time.perf_counter() - begun
     out = []
     for context, prompt, text, row in zip(contexts, ids, texts, running.rows, strict=True):
@@ -204,16 +204,16 @@ class Session:
         self.history, self.turns = "", 0
 
     def say(
-        self, text: str, said: Callable[[str], object] | None = None, enough: Callable[[], bool] = lambda: False
+        self, text: str, on_piece: Callable[[str], object] | None = None, enough: Callable[[], bool] = lambda: False
     ) -> TextResult:
-        """Continue the history and `text`, calling `said` with pieces as they come, until `enough()`."""
+        """Continue the history and `text`, calling `on_piece` with pieces as they come, until `enough()`."""
         whole = self.history + text
         ids = to_ids(self.tokenizer, whole, "the text")
         room = max(1, self.engine.context // 2, self.engine.context - self.n)  # half, however much is asked for
-        heard = None if said is None else lambda _, piece: said(piece)
+        forward = None if on_piece is None else lambda _, piece: on_piece(piece)
         (result,) = continue_ids(
             self.engine, self.tokenizer, [text], [ids[-room:]], self.n, self.sampling, [self.seed + self.turns],
-            self.stops, LIVE, said=heard, stop_ids=self.stop_ids, enough=enough,
+            self.stops, LIVE, on_piece=forward, stop_ids=self.stop_ids, enough=enough,
         )  # fmt: skip
         self.turns += 1
         self.history = whole + result.text if self.remember else ""
