@@ -24,9 +24,9 @@ from tokenformer.errors import UserError
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a named set, files, folders, globs, or -")
     parser.add_argument("--out", default="data", metavar="FOLDER", help="where the set goes (default: data)")
-    parser.add_argument("--name", help="of the set (default: after the input)")
+    parser.add_argument("--name", help="name of the set (default: after the input)")
     parser.add_argument("--tokenizer", default="gpt-neox-20b", help="gpt-neox-20b, byte, or a path")
-    parser.add_argument("--end", metavar="TOKEN", help="the token that ends a document, where it is not a usual one")
+    parser.add_argument("--end", metavar="TOKEN", help="the token that ends a document, where it has an unusual name")
     parser.add_argument("--format", choices=["text", "jsonl", "parquet"], help="instead of what the names end in")
     parser.add_argument("--field", default="text", help="of JSON lines or Parquet (default: text)")
     parser.add_argument("--separator", metavar="S", help=r"between two documents of a text; \n and \t are known")
@@ -44,12 +44,11 @@ def run(args: argparse.Namespace) -> None:
 
     separator = args.separator.replace("\\n", "\n").replace("\\t", "\t") if args.separator is not None else None
     if separator == "":
-        raise UserError("--separator is empty: give what stands between two documents")
+        raise UserError("--separator is empty: give the text between two documents")
     named, inputs = resolve(args.inputs)
     reading = SETS[named].reading if named else Reading()
     changes = {"format": args.format, "field": args.field, "on_error": args.on_error}
-    if separator:
-        changes.update(separator=separator, before=None)
+    changes |= {"separator": separator, "before": None} if separator else {}
     reading = dataclasses.replace(reading, **changes)
     shard = _shard(args.shard) if args.shard else None
     downloads = args.downloads or Path(args.out) / "downloads"

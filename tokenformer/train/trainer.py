@@ -100,7 +100,9 @@ class Trainer:
         like = torch.empty(0, dtype=dtype, device=self.device)
         self.pattention_path = pattention.backend(like, "reference" if split else None)
         self.compiler = choose_compiler(c.train, self.device)
-        first = first_values(c, self.build_model, self.task.files()) if self.found.path is None else None
+        first, history = None, []  # from a checkpoint they come later
+        if self.found.path is None:
+            first, history = first_values(c, self.build_model, self.task.files())
         self.place.start(self.device)  # so far every rank checked for itself; from here on they communicate
         torch.manual_seed(c.seed)
         if self.compiler != "none":
@@ -109,6 +111,7 @@ class Trainer:
         self.parallelizer = Parallelizer(self.build_model, self.place, self.device, dtype, block)
         self.layout = self.parallelizer.make(self.chain[done], first)
         self.model, self.cost = self.layout.model, self.layout.model.cost()
+        self.model.history = history
         shares = {}
         if done:
             shares = growing.after_growth(self.layout, self.build_model, self.chain[done - 1], c.growth[done - 1])
@@ -275,7 +278,7 @@ class Trainer:
         self.log()
         self.save(wait=True)
         with self.clock.aside():
-            before, number = self.cost.parameters, len(self.grown.steps)
+            before, number = self.cost.parameters, len(self.model.history)
             losses = [self.measures().get("loss")]
             self.layout, self.optimizer, said = growing.grow(
                 self.layout, self.optimizer, stage, number, self.config.seed, self.parallelizer
