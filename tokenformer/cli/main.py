@@ -4,17 +4,23 @@ Exit codes: 0 done, 2 what the user can mend (one sentence, no traceback), 1 wha
 """
 
 import argparse
+import errno
 import importlib
 import pkgutil
 import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import tokenformer.cli
 from tokenformer import __version__
 from tokenformer.errors import UserError, out_of_memory
+from tokenformer.parsing import cut
 from tokenformer.terminal import drop_output
+
+LONGEST = 1000  # characters of a message: a word of the command line or of a file may be of any length
+OF_THE_SYSTEM = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EIO}
 
 
 def verbs() -> dict:
@@ -37,6 +43,9 @@ class Verb(argparse.ArgumentParser):
 
     mixing = False
 
+    def error(self, message: str) -> NoReturn:
+        super().error(cut(message, LONGEST))
+
     def parse_known_args(self, args=None, namespace=None):
         if self.mixing or self._subparsers is not None:  # of a verb with actions only these do it
             return super().parse_known_args(args, namespace)
@@ -48,7 +57,7 @@ class Verb(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tokenformer", description="TokenFormer: parameters are tokens.")
+    parser = Verb(prog="tokenformer", description="TokenFormer: parameters are tokens.")
     parser.add_argument("--version", action="version", version=f"tokenformer {__version__}")
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Verb)
     for name, verb in verbs().items():
@@ -66,13 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args) or 0
     except UserError as error:
-        print(f"tokenformer: {error}", file=sys.stderr)
+        print(f"tokenformer: {cut(error, LONGEST)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         if not _reader_left():
             raise
         drop_output()
         return 0
+    except OSError as error:  # of the disk or of a name that no file can have: no fault of the program
+        if error.errno not in OF_THE_SYSTEM or error.filename is None:
+            raise
+        print(f"tokenformer: {cut(error.filename)} cannot be used ({error.strerror}): check it", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("tokenformer: interrupted", file=sys.stderr)
         return 130

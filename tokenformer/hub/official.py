@@ -4,6 +4,7 @@ The one place where a pickle is written, since that is what the official format 
 """
 
 import dataclasses
+import glob
 import math
 from collections import OrderedDict
 from pathlib import Path
@@ -34,7 +35,11 @@ def find(path: Path) -> Path | None:
         return path / WEIGHTS
     if zero.is_zero(path):
         return path
-    return next((p.parent for p in sorted(path.rglob("latest")) if zero.is_zero(p.parent)), None)
+    for below in ("*/latest", "*/*/latest"):  # no deeper: the path may be the root of a disk
+        folders = [path / Path(name).parent for name in sorted(glob.glob(below, root_dir=path))]
+        if found := next(filter(zero.is_zero, folders), None):
+            return found
+    return None
 
 
 def read_config(weights: Path) -> ModelConfig:

@@ -24,7 +24,7 @@ from tokenformer.data.text.tokenizer import (
     same_tokenizer,
 )
 from tokenformer.errors import UserError
-from tokenformer.files import WEIGHTS, check_manifest
+from tokenformer.files import MANIFEST, WEIGHTS, check_manifest
 from tokenformer.hub import official_config
 from tokenformer.parsing import is_file, is_folder, read_json, read_text
 
@@ -108,7 +108,10 @@ def locate(source: str | Path, values: bool = True) -> Located:
     if weights is None:
         known = "expected a folder of ours, of Hugging Face or official"
         raise UserError(f"{source} holds no weights that we know: {known}")
-    return Located("official", weights)
+    located = Located("official", weights)
+    if os.path.isfile(located.folder / MANIFEST):
+        check_manifest(located.folder, edited=True)
+    return located
 
 
 @dataclasses.dataclass

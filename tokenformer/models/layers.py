@@ -143,6 +143,17 @@ class Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype))
 
 
+def guard_hooks() -> None:
+    """Make a compiled block notice hooks that come later: it is compiled anew. PyTorch's default is to ignore them."""
+    if torch.compiler.is_compiling():
+        _guard_hooks()
+
+
+@torch.compiler.assume_constant_result
+def _guard_hooks() -> None:  # is run while a block is traced, before its guards are made
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
 def hooked(module: nn.Module) -> bool:
     """Whether calling this module runs more than its own forward: a hook, FSDP, a replaced forward."""
     m = module
@@ -175,6 +186,7 @@ def project(
     x: Tensor, layers: Sequence[Pattention | Linear], switches: Mapping[str, Tensor] | None = None
 ) -> Sequence[Tensor]:
     """Several projections of one input in one product; called one by one where a hook needs the calls."""
+    guard_hooks()
     if not all(readable(layer) for layer in layers):
         return warn_one_by_one() and [call_layer(layer, x, switches) for layer in layers]
     tokens = [layer for layer in layers if isinstance(layer, Pattention)]

@@ -35,7 +35,7 @@ def find_prefix(path: str | Path) -> Path:
     for ending in (".bin", ".idx", ".json"):
         text = text.removesuffix(ending)
     for prefix in (text, text + SUFFIX):
-        if Path(prefix + ".idx").is_file() or Path(prefix + ".bin").is_file():
+        if is_file(prefix + ".idx") or is_file(prefix + ".bin"):
             return Path(prefix)
     raise UserError(f"there is no prepared set '{path}' ({text}.idx is missing): make one with `tokenformer prepare`")
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from tokenformer.errors import UserError
+from tokenformer.parsing import is_file, is_folder
 
 Item = TypeVar("Item")
 STDIN = "-"
@@ -52,9 +53,9 @@ def find_inputs(inputs: Sequence[str | Path]) -> list[Input]:
     for given in map(str, inputs):
         if given == STDIN:
             found.append(Input(STDIN))
-        elif Path(given).is_file():
-            found += _members(given)
-        elif Path(given).is_dir():
+        elif is_file(Path(given)):
+            found += _members(str(Path(given)))  # a Path leaves out the end of `text.txt/.`
+        elif is_folder(given):
             inside = sorted(p for p in Path(given).rglob("*") if p.is_file() and not _hidden(p.relative_to(given)))
             found += [s for p in inside for s in _members(str(p))]
         else:
