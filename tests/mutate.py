@@ -60,7 +60,7 @@ COMPARE |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: 
 OPERATE = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 OPERATE |= {ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
 SAYING = set("print say tell UserError need key warn warning progress Progress ValueError TypeError sleep".split())
-NO_SWAP = set("isinstance getattr hasattr next max min cast".split())  # it would fail at once, or change nothing
+NO_SWAP = set("isinstance getattr hasattr next max min cast promote_types".split())  # fails at once, or changes nothing
 NO_BUG = {"timeout", "seconds", "flush", "daemon", "non_blocking", "stacklevel"}  # keywords
 
 
@@ -162,7 +162,7 @@ def changes(tree: ast.Module) -> Iterator[tuple[str, ast.expr | ast.stmt, str, t
             if ast.unparse(other) != ast.unparse(node) and not any(isinstance(a, ast.Starred) for a in node.args):
                 yield "arguments", node, ast.unparse(other), where
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
-            if not isinstance(node.test, ast.NamedExpr | ast.UnaryOp):  # of `not x` the sign is changed
+            if not isinstance(node.test, ast.NamedExpr | ast.UnaryOp | ast.Compare):  # those are changed above
                 yield "condition", node.test, f"(not ({ast.unparse(node.test)}))", where
         elif isinstance(node, ast.Assign | ast.AugAssign | ast.Expr) and not isinstance(node.value, ast.Yield):
             yield "left out", node, "pass", where
