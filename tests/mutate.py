@@ -41,7 +41,7 @@ TESTS = [
     *(f"tests/{room}" for room in ROOMS),
     *(f"tests/cli/test_{verb}.py" for verb in "data grow shrink train prepare tokenizer info_convert".split()),
     *"tests/infer/test_engine.py tests/hub/test_official.py tests/hub/test_folder.py tests/test_config.py".split(),
-    "tests/test_before.py",
+    *"tests/hub/test_tools.py tests/test_before.py".split(),
 ]
 BY_CASE = ("tests/parallel/test_equal.py", "tests/parallel/test_tokens.py")  # all of their runs at once take minutes,
 CASES = (  # so these alone are run, each by itself
