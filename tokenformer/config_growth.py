@@ -7,29 +7,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tokenformer.config_train import ScheduleConfig
-from tokenformer.strict import key, need
+from tokenformer.strict import Section, key, need
 
-TOTALS = {  # what a size may be at most: a typing error must not fill the memory
-    "qkv_tokens": 1 << 30,
-    "proj_tokens": 1 << 30,
-    "ffn_tokens": 1 << 30,
-    "layers": 10_000,
-    "dim": 1 << 20,
-    "ffn_dim": 1 << 24,
-}
+TOTALS = ("qkv_tokens", "proj_tokens", "ffn_tokens", "layers", "dim", "ffn_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growth:
-    """To what size a model grows, and how. What is absent stays as it is."""
+class Growth(Section):
+    """To what size a model grows, and by which rules. What is absent stays as it is."""
 
     on: str = key("which trunk of a model of several, such as 'image.'", "", quiet=True)
-    qkv_tokens: int | None = key("parameter tokens in total afterwards", None)
-    proj_tokens: int | None = key("parameter tokens in total afterwards", None)
-    ffn_tokens: int | None = key("parameter tokens in total afterwards", None)
-    layers: int | None = key("blocks in total afterwards", None)
-    dim: int | None = key("widen by Net2Net to this", None)
-    ffn_dim: int | None = key("widen the MLP of a baseline to this", None)
+    # bounded, since a typing error must not fill the memory
+    qkv_tokens: int | None = key("parameter tokens in total afterwards", None, above=0, most=1 << 30)
+    proj_tokens: int | None = key("parameter tokens in total afterwards", None, above=0, most=1 << 30)
+    ffn_tokens: int | None = key("parameter tokens in total afterwards", None, above=0, most=1 << 30)
+    layers: int | None = key("blocks in total afterwards", None, above=0, most=10_000)
+    dim: int | None = key("widen by Net2Net to this", None, above=0, most=1 << 20)
+    ffn_dim: int | None = key("widen the MLP of a baseline to this", None, above=0, most=1 << 24)
     new_tokens: str | dict[str, str] | None = key(
         "segment (default), zero_key, zero_value or random; or one for each, such as {ffn: segment, qkv: zero_key}",
         None,
@@ -38,56 +32,54 @@ class Growth:
     positions: str | list[int] | None = key("new blocks: even (default), end, or their layer numbers", None)
     new_layers: Literal["identity", "stack"] | None = key("identity blocks (default), or copies of the blocks", None)
     widen: Literal["net2net", "block"] | None = key("the rule of dim and ffn_dim", None)
-    noise: float = key("random numbers added to old parameter tokens, as a share of their RMS", 0.0)
+    noise: float = key("random numbers added to old parameter tokens, as a share of their RMS", 0.0, least=0, most=1e6)
     copy_noise: float = key(
         "with dim and ffn_dim: how much the copies of a unit differ, as a share of the RMS; what reads them sees none "
         "of it",
         0.1,
         quiet=True,
+        least=0,
+        most=1e6,
     )
 
     def __post_init__(self) -> None:
-        for name, most in TOTALS.items():
+        super().__post_init__()
+        for name in TOTALS:
             size = getattr(self, name)
-            need(
-                size is None or (type(size) is int and 0 < size <= most),
-                f"{name} is {size}: give one number, the total afterwards, from 1 to {most:,}",
-            )
-        for name in ("noise", "copy_noise"):
-            need(0 <= getattr(self, name) < 1e6, f"{name} is {getattr(self, name)}: give 0 or more")
+            need(size is None or type(size) is int, f"{name} is {size}: give one whole number, the total afterwards")
 
     def alone(self, *names: str) -> bool:
-        """Whether no size but these is given."""
+        """Tell whether no size but these is given."""
         return all(getattr(self, name) is None for name in TOTALS if name not in names)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrowthStage(Growth):
+class GrowthStage(Growth, section="growth"):
     """One growth of a run: when, to what size, how, and how training goes on."""
 
     at: dict[str, float] = key(
         "when: {step: 1000}, {tokens: 2e9} (whatever the task counts), or {plateau: 0.01, patience: 3}: the validation "
-        "loss fell by less than this share over that many validations"
+        "loss fell by less than this share over that many validations",
+        above=0,
     )
-    rate: float = key("the learning rate is multiplied by this from here on, until the next stage", 1.0)
-    warmup: int = key("steps over which the rate climbs from 0 again", 0)
+    rate: float = key("the learning rate is multiplied by this from here on, until the next stage", 1.0, least=0)
+    warmup: int = key("steps over which the rate climbs from 0 again", 0, least=0)
     schedule: ScheduleConfig | None = key("a schedule that begins here; absent = the one before goes on", None)
     state: Literal["keep", "drop"] = key("the optimizer's state of old parameters (the official code drops it)", "keep")
     old_tokens: float = key(
         "rate of the parameter tokens that were there before, as a share; 0 freezes all that was there, embedding, "
         "norms and head too",
         1.0,
+        least=0,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         alone = len(self.at) == 1 and "patience" not in self.at  # a step, a plateau, or a unit that its task knows
         need(
-            (alone or set(self.at) == {"plateau", "patience"}) and all(number > 0 for number in self.at.values()),
-            f"growth.at is {self.at}: give {{step: N}}, {{tokens: N}} or {{plateau: SHARE, patience: N}}, all above 0",
+            alone or set(self.at) == {"plateau", "patience"},
+            f"growth.at is {self.at}: give {{step: N}}, {{tokens: N}} or {{plateau: SHARE, patience: N}}",
         )
-        for name in ("rate", "old_tokens", "warmup"):
-            need(getattr(self, name) >= 0, f"growth.{name} is {getattr(self, name)}: give 0 or more")
         need(
             self.old_tokens == 1
             or (self.new_tokens in (None, "segment") and self.dim is None and self.ffn_dim is None),
