@@ -17,7 +17,7 @@ from tokenformer.config import load
 from tokenformer.errors import UserError
 from tokenformer.models.cost import cost
 from tokenformer.models.init import initial
-from tokenformer.models.names import INWARD, OUTWARD
+from tokenformer.models.names import INWARD, Role
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
 
@@ -169,7 +169,9 @@ def test_its_cost_counts_what_lies_outside_the_blocks(file):
 
 def test_an_outward_matrix_of_several_trunks_begins_like_an_inward_one(file):
     config = load(file).model
-    first, other = (initial("head.weight", (500, 8), config, 0, {"head.weight": role}) for role in (OUTWARD, INWARD))
+    first, other = (
+        initial("head.weight", (500, 8), config, 0, {"head.weight": role}) for role in (Role("outward"), INWARD)
+    )
     assert torch.equal(first, other) and first.std() == pytest.approx(0.02, rel=0.05)
 
 

@@ -108,10 +108,10 @@ def locate(source: str | Path, values: bool = True) -> Located:
     if weights is None:
         known = "expected a folder of ours, of Hugging Face or official"
         raise UserError(f"{source} holds no weights that we know: {known}")
-    located = Located("official", weights)
-    if os.path.isfile(located.folder / MANIFEST):
-        check_manifest(located.folder, edited=True)
-    return located
+    folder = weights if is_folder(weights) else weights.parent
+    if is_file(folder / MANIFEST):
+        check_manifest(folder, edited=True)
+    return Located("official", weights)
 
 
 @dataclasses.dataclass

@@ -30,11 +30,11 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
         try:
             opened = open_model(start)
             opened.check_tokenizer(files.get("tokenizer.json"))
-            if opened.kind in ("ours", "checkpoint") and opened.config.of != model_config.of:
+            if opened.located.kind in ("ours", "checkpoint") and opened.config.of != model_config.of:
                 kinds = f"{opened.config.of}, not of {model_config.of}"
                 raise UserError(f"{start} is a model of {kinds}: give other weights")
-            if opened.kind == "checkpoint" and build is not build_model:  # the package cannot make this model
-                given, history = read_tensors(opened.path), read_history(opened.path)
+            if opened.located.kind == "checkpoint" and build is not build_model:  # the package cannot make this model
+                given, history = read_tensors(opened.located.path), read_history(opened.located.path)
             else:
                 given = {name: tensor.detach() for name, tensor in opened.model.named_parameters()}
                 history = opened.model.history
