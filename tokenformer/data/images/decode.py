@@ -84,8 +84,8 @@ class Cropping(NamedTuple):
 def random_box(width: int, height: int, draws: np.ndarray, settings: ImagesConfig) -> tuple[float, ...]:
     """Return left, top, right and bottom of a crop of random area and ratio; of the centre where ten tries do not fit.
 
-    >>> random_box(100, 50, np.full(CROP_DRAWS, 0.5), ImagesConfig())
-    (24, 0, 76, 50)
+    >>> random_box(100, 60, np.full(CROP_DRAWS, 0.5), ImagesConfig())
+    (22, 2, 79, 59)
     """
     (least, most), ratios = settings.crop_scale, settings.crop_ratio
     low, high = (math.log(ratio) for ratio in ratios)
