@@ -298,8 +298,10 @@ def main() -> int:
             if rank() != 0:  # all have the same results, and one prints them
                 stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
             ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-            ours.add_argument("--data-dir")
+            ours.add_argument("--data-dir", nargs="?", const="")
             own, sys.argv[1:] = ours.parse_known_args()
+            if own.data_dir == "":
+                raise UserError("--data-dir names no folder: say where the files of the tasks are")
             cli = HarnessCLI()
             args = cli.parse_args()
             if args.command == "run":
