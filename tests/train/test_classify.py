@@ -141,7 +141,7 @@ def test_the_average_is_that_of_the_weights_and_verbs_read_it(file, tmp_path):
         main(["convert", str(tmp_path / "run"), "--to", "ours", "--weights", choice, "--out", str(out)])
         assert all(torch.equal(p, wanted[name]) for name, p in load_model(out).named_parameters())
     task = Trainer(load(file), tmp_path / "other")
-    task.look()
+    task.inspect_run()
     task.open_task()
     said = [row for row in read_rows(tmp_path / "run") if row["kind"] == "validation"][-1]["loss"]
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_new_rows_enter_the_average_at_their_values_and_the_loss_does_not_jump(f
 def test_drop_path_belongs_to_step_layer_and_position(file):
     def task(*settings) -> ClassifyTask:
         trainer = Trainer(load(file, overrides=settings), "nowhere")
-        trainer.look()
+        trainer.inspect_run()
         trainer.open_task()
         return trainer.task
 

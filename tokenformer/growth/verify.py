@@ -35,10 +35,6 @@ class Certificate:
     rule: dict[str, str]
     gradient: dict[str, Alive]  # such as `ffn keys` → how many learn
 
-    @property
-    def alive(self) -> bool:
-        return all(a.within_two == a.rows for a in self.gradient.values())
-
 
 def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> Certificate:
     """Run both on ids (B, T), or on pixels (B, C, H, W), and compare; then see which new tokens get gradient within two

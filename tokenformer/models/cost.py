@@ -1,4 +1,4 @@
-"""What a model costs, from its config alone: parameters, FLOPs (with parameters and with other tokens apart), cache.
+"""What a model costs, from its config alone: parameters, FLOPs (with parameters, with other tokens), cache.
 
 Causal attention is counted once: 2·layers·dim·context forward per token. Many tools count it twice. Attention that is
 not causal (`Cost.causal`; images) is 4·layers·dim·length per token.
@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from tokenformer.config import PROJECTION_OF, PROJECTIONS, ModelConfig
+from tokenformer.models.names import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,17 +21,17 @@ class Cost:
     head_parameters: int  # read by the output head (the embedding's own, if tied)
     projections: dict[str, int]  # matmul parameters of each projection, all layers together
     attended: int  # channels in which data tokens attend to each other: Σ dim over all layers
-    cache_values: int  # numbers that the key/value cache holds for a token
+    cache_values: int  # numbers in the key/value cache per token
     causal: bool = True  # whether a token sees those before it alone
     end_flops: int = 0  # forward, once per sample, outside the blocks: patches and class head of an image
 
     @property
     def parameter_flops(self) -> int:
-        """Forward, between a token and the parameters; free of the context."""
+        """Forward, between a token and the parameters; the same for every context."""
         return 2 * (self.matmul_parameters + self.head_parameters)
 
     def token_flops(self, context: int) -> int:
-        """Forward, between a token and those it sees: all of the context, or half of it in the mean where causal."""
+        """Forward, between a token and those it sees: all of the context, or on average half of it where causal."""
         return (2 if self.causal else 4) * self.attended * context
 
     def training_flops(self, context: int) -> int:
@@ -45,7 +46,7 @@ class Cost:
 
 
 def cost(config: ModelConfig) -> Cost:
-    """Count a model. Of several trunks it is the sum of their blocks and norms: what lies outside is not in the config.
+    """Count a model. For several trunks, only their blocks and norms: the rest of the model is not in the config.
 
     >>> from tokenformer.config import load
     >>> cost(load("lm/150m").model).parameters
@@ -104,8 +105,8 @@ def _image_rows(config: ModelConfig) -> int:
 
 
 def equal_transformer(config: ModelConfig) -> ModelConfig:
-    """A Transformer with as many parameters: the same depth, vocabulary and head size, as wide as it must be, and the
-    rest, less than a head's width, in its MLP.
+    """A Transformer with as many parameters: the same depth, vocabulary and head size. The width is a multiple of the
+    head size; the MLP takes the parameters that are left.
 
     >>> from tokenformer.config import load
     >>> equal_transformer(load("grow/124m").model).dim
@@ -122,3 +123,11 @@ def equal_transformer(config: ModelConfig) -> ModelConfig:
     dim = max(step, round((math.sqrt(b * b + 4 * a * wanted) - b) / (2 * a) / step) * step)
     ffn_dim = max(1, round(((wanted - b * dim) / c.layers / dim - 4 * dim) / 2))
     return ModelConfig(kind="transformer", dim=dim, ffn_dim=ffn_dim, heads=dim // step, **shape)
+
+
+def model_cost(model: Any) -> Cost:
+    """Count a model of several trunks: its config describes the blocks, its parameters what lies outside them."""
+    outside = {n: p.numel() for n, p in model.named_parameters() if parse(n, model.ends).layer is None}
+    products = sum(size for name, size in outside.items() if model.ends[name].matrix)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return dataclasses.replace(cost(model.config), parameters=whole, head_parameters=products)

@@ -22,7 +22,7 @@ class Average:
     def update(self, step: int) -> None:
         """Move towards the weights after step `step` (0 is the first); early ones count more."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        parameters = [self.layout.named[name] for name in self.tensors]
+        parameters: list[Tensor] = [self.layout.named[name] for name in self.tensors]
         torch._foreach_lerp_(list(self.tensors.values()), parameters, 1 - decay)
 
     @contextlib.contextmanager

@@ -1,11 +1,13 @@
 """Growth as a step of a run: model and optimizer before → after. When and to what is decided in growth/stages.py.
 
-Unusual: Parameters that did not change stay the same objects, so nothing is held twice; what is frozen or learns more
-slowly after a growth follows from the run's plan and is never saved.
+Unusual: Parameters that did not change stay the same objects, so nothing is held twice; which parameters are frozen or
+learn more slowly after a growth follows from the run's plan and is never saved.
 """
 
+import torch
 from torch import Tensor
 
+from tokenformer.config import ModelConfig
 from tokenformer.config_growth import GrowthStage
 from tokenformer.growth.make import make_tensor
 from tokenformer.growth.model import apply_plan
@@ -14,7 +16,7 @@ from tokenformer.growth.recipes import Appended, Plan, Recipe
 from tokenformer.growth.state import State, grow_entry, grow_state, warn_of_beta2
 from tokenformer.models.names import parse
 from tokenformer.parallel.layout import Layout, Wholes
-from tokenformer.parallel.parallelize import Parallelizer
+from tokenformer.parallel.parallelize import Build, Parallelizer
 from tokenformer.train.average import Average
 from tokenformer.train.optim import Optimizer
 
@@ -30,7 +32,7 @@ def grow(
     parallelizer: Parallelizer,
     average: Average | None = None,
 ) -> tuple[Layout, Optimizer, Average | None, str | None]:
-    """The next model of the run, its optimizer and average, and a sentence where something should be known about them.
+    """Return the next model of the run, its optimizer and average, and a warning about them (or None).
 
     Old rows keep their average; new ones enter it at their values.
     """
@@ -40,7 +42,8 @@ def grow(
     averaged = {name: {AVERAGE: tensor} for name, tensor in average.tensors.items()} if average else {}
     old = {name: {**old.get(name, {}), **averaged.get(name, {})} for name in {**old, **averaged}}
     if layout.place.alone:
-        new, state = parallelizer.wrap_in_place(apply_plan(model, growth, share=True)), grow_state(growth, old)
+        bigger = apply_plan(model, growth, share=True, build=parallelizer.build)
+        new, state = parallelizer.wrap_in_place(bigger), grow_state(growth, old)
         for name, entry in state.items():
             _enter(growth.recipes[name], entry, new.named[name])
     else:
@@ -63,7 +66,7 @@ def _enter(recipe: Recipe, entry: dict[str, Tensor], tensor: Tensor) -> None:
 
 
 def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: State) -> tuple[Layout, State]:
-    """Over many ranks: gather each parameter whole, grow it as in one process and cut it, one after the other."""
+    """Grow over many ranks: gather each parameter, grow it as in one process and cut it, one after the other."""
     wholes, new, state = Wholes(layout), parallelizer.make(growth.config, None), {}
     new.model.history = [*layout.model.history, growth.event]
     new.model.train(layout.model.training)
@@ -78,13 +81,22 @@ def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: 
     return new, state
 
 
+def after_growth(layout: Layout, build: Build, before: ModelConfig, stage: GrowthStage) -> dict[str, float]:
+    """Freeze what the growth that led to a resumed model froze; return the shares of the rate of what learns slower."""
+    with torch.device("meta"):
+        names = [name for name, _ in build(before).named_parameters()]
+    growth = plan_growth(before, names, stage, ends=layout.model.ends)
+    layout.freeze(frozen(growth, stage))
+    return rates(growth, stage)
+
+
 def frozen(growth: Plan, stage: GrowthStage) -> set[str]:
-    """What does not learn after this growth: with `old_tokens: 0` all that was there before."""
+    """Return the parameters that do not learn after this growth: with `old_tokens: 0` all that were there before."""
     return growth.kept if stage.old_tokens == 0 else set()
 
 
 def rates(growth: Plan, stage: GrowthStage) -> dict[str, float]:
-    """The share of the rate at which each old parameter token learns, where that is not 1."""
+    """Return the share of the rate at which each old parameter token learns, if it is not 1."""
     if stage.old_tokens in (0, 1):
         return {}
     return {name: stage.old_tokens for name in growth.kept if parse(name, growth.ends).token}
