@@ -87,7 +87,7 @@ def main() -> int:
     out = Path(args.out).resolve()
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
     chosen = draw(args.rooms, args.count, random.Random(args.seed))
-    with tempfile.TemporaryDirectory(prefix="mutate-") as work:
+    with tempfile.TemporaryDirectory(prefix="mutate-", ignore_cleanup_errors=True) as work:
         tree = plant_tree(Path(work) / "tree")
         reach = out.with_suffix(".reach.jsonl")
         if not reach.exists():
@@ -317,7 +317,8 @@ class Witness:
 
 def tested(tree: Path, tests: list[str], seconds: float) -> tuple[str | None, str]:
     """The first test that failed, or None, and how. Past the time it is ""."""
-    witness, log, temporary = (tree.parent / name for name in ("witness", "log", "temporary"))
+    witness, log = tree.parent / "witness", tree.parent / "log"
+    temporary = tempfile.mkdtemp(dir=tree.parent)  # another each time: a disk that a test mounted may stay
     witness.unlink(missing_ok=True)
     for cache in (tree / "tokenformer").rglob("__pycache__"):  # a process that was given no environment wrote it
         shutil.rmtree(cache)

@@ -2,17 +2,20 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 from tests.parallel.conftest import forkserver
 from tests.parallel.workers import command_line
 from tokenformer.config import ModelConfig, ParallelConfig
 from tokenformer.errors import UserError
 from tokenformer.parallel.layout import Split
-from tokenformer.parallel.mesh import Place, check, degrees
+from tokenformer.parallel.mesh import Place, check, degrees, kill_stuck_launcher
 from tokenformer.parallel.tokens import owners, tiled
 
 MODEL = ModelConfig(layers=2, dim=32, heads=4, qkv_tokens=8, proj_tokens=8, ffn_tokens=[8, 3], vocab=128)
@@ -59,6 +62,19 @@ def test_places_are_laid_out_with_the_token_ranks_beside_each_other(monkeypatch)
     assert len(seen) == 16
 
 
+def test_every_rank_of_a_node_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert Place(ParallelConfig()).device(gpu) == gpu  # a single process has the one that was asked for
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    place = Place(ParallelConfig(shard=4))
+    assert place.device(gpu) == torch.device("cuda:1") and place.device(cpu) == cpu
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="this node has 2 GPUs, but 3 processes or more"):
+        place.device(gpu)
+
+
 @pytest.mark.parametrize("n, ranks", [(2140, 8), (4850, 8), (8620, 8), (34480, 8), (11, 4), (9, 8)])
 def test_slices_differ_by_at_most_a_tile_and_miss_nothing(n, ranks):
     cuts = tiled(n, ranks)
@@ -98,6 +114,26 @@ def test_a_wrong_mesh_is_one_sentence_from_every_rank_before_anything_starts(ran
         assert process.exitcode == 2 and said.count("\n") == 1, said
         assert said.startswith("tokenformer: parallel") and message in said
     assert not (tmp_path / "run").exists()
+
+
+def stuck_launcher(here: str, everywhere: str) -> None:
+    """Stands for a torchrun that does not see its worker end; gives 0 where nobody kills it meanwhile."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": here, "WORLD_SIZE": everywhere}
+    worker = os.fork()
+    if not worker:
+        kill_stuck_launcher(seconds=0)
+        time.sleep(30 if here != everywhere else 1)  # where it is killed, nobody waits for this
+        os._exit(0)
+    os.waitpid(worker, 0)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("here, everywhere, code", [("1", "2", -signal.SIGKILL), ("2", "2", 0)])
+def test_a_launcher_that_does_not_see_its_worker_end_is_killed_where_there_are_other_hosts(here, everywhere, code):
+    launcher = forkserver().Process(target=stuck_launcher, args=(here, everywhere))
+    launcher.start()
+    launcher.join(60)
+    assert launcher.exitcode == code
 
 
 @pytest.mark.multi

@@ -126,8 +126,7 @@ def test_a_disk_that_is_full_at_log_lines_loses_no_row_when_there_is_room_again(
 
 def test_a_disk_that_stays_full_is_the_checkpoints_failure_and_one_sentence(small_disk, tiny, capsys):
     run, Filling.disk = small_disk / "run", small_disk
-    Filling.free = 99
-    settings = (*BIG, "steps=20", "log.every=1", "checkpoint.every=10")
+    settings = (*BIG, "steps=20", "log.every=1", "checkpoint.every=10")  # it ends before the disk is freed
     with pytest.raises(UserError, match=r"checkpoint of step 20 could not be written \(No space left on device\)"):
         Filling(tiny(*settings), run).run()
     assert last_step(run) == 10 and not list((run / "checkpoints").glob(".step-*"))

@@ -14,7 +14,14 @@ from tokenizers import pre_tokenizers
 
 from tokenformer import UserError
 from tokenformer.data.text import cutting
-from tokenformer.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, padded_vocab, train_tokenizer
+from tokenformer.data.text.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    load_tokenizer,
+    padded_vocab,
+    same_tokenizer,
+    train_tokenizer,
+)
 
 ALICE = (Path(__file__).parents[1] / "alice.txt").read_text()
 NEOX = load_tokenizer("gpt-neox-20b")
@@ -84,6 +91,9 @@ def test_what_stands_before_a_cut_is_a_letter_or_digit_for_the_library_too():
     assert len(runs) == 3001  # each letter by itself is one match, and all letters together are one
 
 
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -93,6 +103,7 @@ def test_what_stands_before_a_cut_is_a_letter_or_digit_for_the_library_too():
         {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES, {"type": "Punctuation"}]}},
     ],
 )
 def test_a_tokenizer_whose_cuts_are_not_proven_is_not_cut(change):
@@ -122,6 +133,12 @@ def test_a_run_without_a_place_to_cut_is_refused_by_name():
     assert len(cutting.fragments("a" * (cutting.LONGEST - 1), NEOX.cuts, "x")) == 1
     with pytest.raises(UserError, match=r"book\.txt has 1,048,576 characters without the end of a word"):
         cutting.fragments("a" * (cutting.LONGEST + 2), NEOX.cuts, "book.txt")
+
+
+def test_tokenizers_are_the_same_by_what_their_files_say():
+    trained = VARIANTS["trained"]
+    rewritten = FileTokenizer(json.dumps(json.loads(trained.to_json()), indent=3), "as another program writes it")
+    assert same_tokenizer(trained, rewritten) and not same_tokenizer(trained, NEOX)
 
 
 def test_training_makes_the_size_asked_for(tmp_path):
