@@ -1,6 +1,6 @@
-"""`make demo`: a tiny TokenFormer learns Shakespeare and grows twice on the way; the same size from scratch beside it.
+"""`make demo`: train a tiny TokenFormer that grows twice on Shakespeare, and a model of its final size from scratch.
 
-Everything lands in runs/demo: the run itself, runs/demo/scratch, and report.html. Started again it goes on.
+Everything is written to runs/demo: the run itself, runs/demo/scratch, and report.html. An interrupted demo is resumed.
 """
 
 import itertools
@@ -24,7 +24,7 @@ TOKENS = ("qkv_tokens", "proj_tokens", "ffn_tokens")
 
 
 def arms(data: Path) -> dict[str, tuple[Path, Config]]:
-    """What is trained, and where: the same text, recipe and steps for each."""
+    """The two runs, with their folders: the same text, recipe and steps."""
     settings = [f"data.path={data}"]
     grown = load(HERE / "demo.yml", overrides=settings)
     last = grown.growth[-1]
@@ -35,7 +35,7 @@ def arms(data: Path) -> dict[str, tuple[Path, Config]]:
 
 def main() -> None:
     begin = time.monotonic()
-    warnings.filterwarnings("ignore", message=".*cut by tokens")  # the trainer says it
+    warnings.filterwarnings("ignore", message=".*cut by tokens")  # the trainer prints it
     prefix = Path("runs/demo-data/shakespeare_text_document")
     if not prefix.with_suffix(".idx").is_file():
         prepare([HERE / "tinyshakespeare.txt"], prefix.parent, "shakespeare", tokenizer="byte", workers=1, say=print)
@@ -48,7 +48,7 @@ def main() -> None:
         curves.append(read_curve(folder, name=name))
     notes = [
         *jumps(),
-        *(f"{c.name}: validation loss {c.facts['validation loss']:.3f} nats a token (here a byte)." for c in curves),
+        *(f"{c.name}: validation loss {c.facts['validation loss']:.3f} nats per token (here a byte)." for c in curves),
     ]
     notes.append(saved(*(config for _, config in runs.values())))
     write_page(RUN / "report.html", curves, title="A TokenFormer that grows, on tiny Shakespeare", notes=notes)
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def jumps() -> list[str]:
-    """What each growth did to the validation loss, from the run's own record."""
+    """What each growth did to the validation loss, as the run recorded it."""
     rows = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = [row for row in rows if row.get("what") == "growth"]
     return [
@@ -71,7 +71,7 @@ def jumps() -> list[str]:
 
 
 def saved(grown: Config, scratch: Config) -> str:
-    """How much of the compute of training the large model all the way the grown run needed."""
+    """The compute of the grown run, as a share of training the large model from the start."""
     starts = [0, *(int(stage.at["step"]) for stage in grown.growth), grown.steps]
     models = chain(grown.model, grown.growth)
     spent = sum(
@@ -79,7 +79,7 @@ def saved(grown: Config, scratch: Config) -> str:
         for model, (start, end) in zip(models, itertools.pairwise(starts), strict=True)
     )
     share = spent / (scratch.steps * cost(scratch.model).training_flops(scratch.model.context))
-    return f"The grown run took {100 * share:.0f} % of the compute of the other; one seed each, so no ranking."
+    return f"The grown run took {100 * share:.0f} % of the compute of the other. One seed each, so this ranks nothing."
 
 
 if __name__ == "__main__":

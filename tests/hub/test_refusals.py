@@ -310,8 +310,8 @@ def test_a_name_of_the_hub_is_announced_before_it_is_asked_for(tmp_path, monkeyp
     for name, revision in (("owner/model", ""), ("hub:owner/model", ""), ("owner/model@v2", "v2")):
         assert main(["info", name]) == 2
         said = capsys.readouterr().err.splitlines()
-        assert said[0].startswith("owner/model: no path here, so the hub is asked") and revision in said[0]
-    assert "is a preset, a config without weights" in refused(capsys, *write("lm/150m"))
+        assert said[0].startswith("owner/model: no local path, so the hub is asked") and revision in said[0]
+    assert "is a config without weights" in refused(capsys, *write("lm/150m"))
     assert "did you mean the preset 'lm/150m'" in refused(capsys, *write("lm/151m"))
 
 
@@ -334,7 +334,7 @@ def test_weights_given_to_train_are_begun_with(config_file, tmp_path, capsys):  
     more = [f"data.{data.strip().replace(': ', '=')}", "batch=4", "steps=0", "train.device=cpu"]
     assert "give --out RUN" in refused(capsys, "train", grown, *more)
     assert "give --out RUN" in refused(capsys, "train", run)
-    assert "no run to go on with" in refused(capsys, "train", grown, *more, "--resume")
+    assert "no run to resume" in refused(capsys, "train", grown, *more, "--resume")
     assert main(["train", str(grown), *more, "--out", str(on)]) == 0
     assert f"begins with the weights of {grown}" in capsys.readouterr().out
     began, before = tokenformer.load(on), tokenformer.load(grown)

@@ -1,4 +1,4 @@
-"""How the official YAML says to train → our keys: batch, optimizer, schedule, precision, ZeRO, data, saving.
+"""Translates what official YAML says about training to our keys: batch, optimizer, schedule, precision, ZeRO, data.
 
 Unusual: `gradient_clipping` is silently off in the official trainer and works here; what cannot be followed is refused.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from tokenformer.errors import UserError
 from tokenformer.parsing import shown
 
-# official key → the place of ours that takes its value as it is
+# official key → the key of ours that takes its value as it is
 PLAIN = {
     "train_iters": "steps",
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -46,7 +46,7 @@ KINDS = {"a section": (dict, ["optimizer", "optimizer.params", "zero_optimizatio
 
 
 def recipe(raw: dict, where: str) -> tuple[dict, list[str]]:
-    """Our sections from official keys (with `_`), and lines worth saying."""
+    """Return our sections from official keys (with `_`), and notes for the user."""
     flat: dict[str, Any] = {"accumulation": 1, "data.order": "official", "optimizer.kind": "adamw"}
     flat |= {ours: raw[name] for name, ours in PLAIN.items() if raw.get(name) is not None}
     notes: list[str] = []
@@ -135,7 +135,7 @@ def _precision(raw: dict, flat: dict, refuse: Callable[[bool, str], None]) -> No
 
 
 def _run_of(path: str) -> PurePosixPath:
-    """The official `save` names the checkpoints; our run folder holds them.
+    """Return the run folder of the folder of checkpoints that the official `save` names.
 
     >>> str(_run_of("./work_dirs/150M/checkpoints"))
     'work_dirs/150M'
