@@ -50,6 +50,12 @@ def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
         raise UserError(f"{cut(path)} cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
+def first_text(path: str | Path, most: int = 100) -> str:
+    """Read the beginning of a file that should hold a name: whatever the file is, it cannot fill the memory."""
+    with open(path, "rb") as file:
+        return file.read(most).decode(errors="replace")
+
+
 def read_json(path: str | Path) -> dict:
     """Read a JSON object from a file."""
     value = parse_json(read_text(path), str(path))

@@ -229,6 +229,11 @@ def run(
             worker.start()
         found, left = [], jobs
         while left:
+            if out.empty():
+                time.sleep(0.05)
+                died = [worker.exitcode for worker in workers if worker.exitcode]
+                assert not died or not out.empty(), f"a process of the fuzzer itself ended with {died[0]}"
+                continue
             one = out.get()
             left -= one is None
             if one is not None:

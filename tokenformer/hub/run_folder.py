@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tokenformer.errors import UserError
 from tokenformer.files import check_manifest
-from tokenformer.parsing import is_file, shown
+from tokenformer.parsing import first_text, is_file, shown
 
 
 class Found(NamedTuple):
@@ -35,7 +35,7 @@ def find_newest(run: Path, values: bool = True) -> Found:
     """
     steps, damaged, notes = all_steps(run), [], []
     last = run / "checkpoints" / "last"
-    named = _first_bytes(last).decode(errors="replace").strip() if is_file(last) else None
+    named = first_text(last).strip() if is_file(last) else None
     if named is not None and named not in {path.name for path in steps.values()}:
         notes.append(f"{last} names {shown(named)}, which is not there")
     for path in reversed(steps.values()):
@@ -48,11 +48,6 @@ def find_newest(run: Path, values: bool = True) -> Found:
     if notes:
         raise UserError(f"no checkpoint of {run} is whole: put one back from a copy; {'; '.join(notes)}")
     return Found(None, [], [])
-
-
-def _first_bytes(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(40)
 
 
 def newest_whole(run: Path, values: bool = True) -> Path | None:

@@ -12,7 +12,7 @@ import torch
 
 from tokenformer.errors import UserError
 from tokenformer.hub import unpickle
-from tokenformer.parsing import read_text
+from tokenformer.parsing import first_text
 
 _FILES = "*mp_rank_*_states.pt"
 _MODEL = "mp_rank_00_model_states.pt"
@@ -43,7 +43,7 @@ def _step(folder: Path) -> Path:
     found = ", ".join(sorted({file.parent.name for file in folder.glob(f"*/{_FILES}")})) or "none"
     if not (folder / "latest").is_file():
         raise UserError(f"{folder} has no file 'latest'; give the folder of one step instead (found: {found})")
-    tag = read_text(folder / "latest", 1000).strip()
+    tag = first_text(folder / "latest").strip()
     if tag != Path(tag).name or not any((folder / tag).glob(_FILES)):
         raise UserError(f"{folder} has no step {tag[:99]!r}, which its 'latest' names; give one (found: {found})")
     return folder / tag
