@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokenformer.config_data import DataConfig
-from tokenformer.config_growth import GrowthStage
+from tokenformer.config_growth import GrowthStage, ProgressiveGrowth
 from tokenformer.config_train import (
     CheckpointConfig,
     LogConfig,
@@ -252,7 +252,11 @@ class Config:
     data: DataConfig = key("what it is trained on", make=DataConfig)
     optimizer: OptimizerConfig = key("the update rule", make=OptimizerConfig)
     schedule: ScheduleConfig = key("the learning rate over the run", make=ScheduleConfig)
-    growth: list[GrowthStage] = key("growths of the run, in order: the model above is the first", make=list)
+    growth: list[GrowthStage] | Literal["progressive"] | ProgressiveGrowth = key(
+        "growths of the run, in order: the model above is the first; or progressive: the model above is the final one, "
+        "`steps` its budget, and the run begins with a small one",
+        make=list,
+    )
     train: TrainConfig = key("how a step is computed", make=TrainConfig)
     validation: ValidationConfig = key("looking at held-out text", make=ValidationConfig)
     checkpoint: CheckpointConfig = key("what is kept to resume", make=CheckpointConfig)
@@ -261,8 +265,20 @@ class Config:
 
     def __post_init__(self) -> None:
         need(self.steps >= 0, f"steps is {self.steps}: give 0 or more")
-        plateau = any("plateau" in stage.at for stage in self.growth)
+        listed = self.growth if isinstance(self.growth, list) else []
+        plateau = any("plateau" in stage.at for stage in listed)
         need(not plateau or self.validation.every > 0, "growth at a plateau looks at validations: set validation.every")
+        schedules = [self.schedule, *(stage.schedule for stage in listed if stage.schedule)]
+        need(
+            not plateau or all(schedule.count == "steps" for schedule in schedules),
+            "schedule.count is compute, but how much a run computes that grows at a plateau is not known before: "
+            "give the growths a step, or leave schedule.count out",
+        )
+        need(
+            self.start is None or isinstance(self.growth, list),
+            f"growth is progressive, which begins with a small model of its own, but start is {self.start}: give "
+            "start=null to train from scratch, or a list of growths to begin with these weights",
+        )
         for name in ("batch", "micro_batch", "accumulation"):
             value = getattr(self, name)
             need(value is None or value > 0, f"{name} is {value}: give a number above 0")

@@ -54,8 +54,13 @@ class ScheduleConfig:
         "after the warm-up: down to the floor by a cosine or a line, constant, or wsd (stable, then down by a line)",
         "cosine",
     )
-    warmup: float = key("steps of linear warm-up from 0, or a share of all steps when below 1", 0.01)
-    decay: float = key("wsd: steps of the final decay, or a share of all steps when below 1", 0.3)
+    count: Literal["steps", "compute"] = key(
+        "what the schedule goes by: steps, or the share of the run's compute (FLOPs of the models that it passes "
+        "through) that lies before a step",
+        "steps",
+    )
+    warmup: float = key("steps of linear warm-up from 0, or a share of all steps (compute) when below 1", 0.01)
+    decay: float = key("wsd: steps of the final decay, or a share of all steps (compute) when below 1", 0.3)
     floor: float = key("the last rate as a share of the peak", 0.1)
     steps: int | None = key("length of the schedule; absent = that of the run", None)
 
@@ -64,6 +69,12 @@ class ScheduleConfig:
             need(getattr(self, name) >= 0, f"schedule.{name} is {getattr(self, name)}: give 0 or more")
         need(0 <= self.floor <= 1, f"schedule.floor is {self.floor}: it is a share of the peak rate, from 0 to 1")
         need(self.steps is None or self.steps > 0, f"schedule.steps is {self.steps}: give a number above 0")
+        for name in ("warmup", "decay", "steps") if self.count == "compute" else ():
+            need(
+                (getattr(self, name) or 0) < 1,
+                f"schedule.{name} is {getattr(self, name)}, but schedule.count is compute: "
+                + ("leave it out" if name == "steps" else "give a share below 1"),
+            )
 
 
 @dataclass(frozen=True)

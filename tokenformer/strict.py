@@ -78,7 +78,7 @@ def override(raw: dict, assignments: Sequence[str]) -> dict:
 def build(cls: Any, raw: Any, at: str = "") -> Any:
     """A dataclass from a raw mapping: unknown keys refused with a suggestion, types checked."""
     need(isinstance(raw, dict), f"{at or 'the config'} should hold keys and values, not {shown(raw)}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = {f.name.rstrip("_"): f for f in dataclasses.fields(cls)}  # the key `from` is Python's own word: `from_`
     hints = typing.get_type_hints(cls)
     for name in raw:
         if name not in fields:
@@ -88,7 +88,7 @@ def build(cls: Any, raw: Any, at: str = "") -> Any:
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         need(not required or name in raw, f"key '{_join(at, name)}' is missing: {field.metadata.get('doc', name)}")
-    values = {name: _convert(hints[name], value, _join(at, name)) for name, value in raw.items()}
+    values = {fields[k].name: _convert(hints[fields[k].name], value, _join(at, k)) for k, value in raw.items()}
     bounded(cls, values, at)
     made = cls(**values)
     bounded(cls, values, at, float)  # after its own sentences about them
@@ -111,8 +111,9 @@ def _convert(kind: Any, value: Any, at: str) -> Any:
         for option in args:
             if (option is bool) != isinstance(value, bool):
                 continue
-            with_container = typing.get_origin(option) in (list, dict) or dataclasses.is_dataclass(option)
-            if with_container == isinstance(value, list | dict) and (value is None) == (option is type(None)):
+            of = dict if dataclasses.is_dataclass(option) else typing.get_origin(option)
+            container = next((kind for kind in (list, dict) if isinstance(value, kind)), None)
+            if container is (of if of in (list, dict) else None) and (value is None) == (option is type(None)):
                 return _convert(option, value, at)
     elif origin is Literal:
         if value in args:
@@ -161,7 +162,7 @@ def to_dict(config: Any) -> dict:
     def plain(value: Any, inside_list: bool = False) -> Any:
         if dataclasses.is_dataclass(value):
             pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
-            value = {f.name: v for f, v in pairs if not (f.metadata["quiet"] and v == f.default)}
+            value = {f.name.rstrip("_"): v for f, v in pairs if not (f.metadata["quiet"] and v == f.default)}
         if isinstance(value, dict):
             said = {k: plain(v) for k, v in value.items()}
             return said if inside_list else {k: v for k, v in said.items() if v is not None and v != {}}

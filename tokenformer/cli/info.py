@@ -20,14 +20,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    config = model_config(args.source)
+    config, growing = model_config(args.source)
     lengths = [parse_length(text) for text in args.context.split(",")] if args.context else [config.context]
     show(config)
+    for line in growing:
+        print(line)
     compare(config, lengths)
 
 
-def model_config(source: list[str]) -> ModelConfig:
-    """The model of configs and overrides, or of weights."""
+def model_config(source: list[str]) -> tuple[ModelConfig, list[str]]:
+    """The model of configs and overrides, or of weights; and what to know where a run begins with a smaller one."""
+    from tokenformer.growth.progressive import describe, resolve
     from tokenformer.hub.open import means_weights, open_model, read_config
 
     overrides = [word for word in source if "=" in word]
@@ -35,12 +38,15 @@ def model_config(source: list[str]) -> ModelConfig:
     weights = [name for name in names if means_weights(name)]
     configs = [n for n in names if n not in weights]
     if weights and configs:  # the weights' own config, as `convert` takes it
-        return read_config(*configs, overrides=overrides).model
+        return read_config(*configs, overrides=overrides).model, []
     if weights and overrides:
         raise UserError(f"{weights[0]} holds weights, which overrides cannot change: leave {overrides[0]} out")
     if len(weights) > 1:
         raise UserError(f"{weights[1]} is a second model: give one at a time")
-    return open_model(weights[0]).config if weights else read_config(*names, overrides=overrides).model
+    if weights:
+        return open_model(weights[0]).config, []
+    config = read_config(*names, overrides=overrides)
+    return config.model, [] if isinstance(config.growth, list) else describe(resolve(config)[0])
 
 
 def parse_length(text: str) -> int:

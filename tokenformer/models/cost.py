@@ -78,6 +78,13 @@ def blocks(config: ModelConfig) -> Cost:
     )
 
 
+def sample_flops(config: ModelConfig) -> int:
+    """Training FLOPs of a sample as long as the context; of several trunks those of their blocks, each at its own."""
+    if config.trunks:
+        return sum(trunk.context * blocks(trunk).training_flops(trunk.context) for trunk in config.trunks.values())
+    return config.context * cost(config).training_flops(config.context)
+
+
 def equal_transformer(config: ModelConfig) -> ModelConfig:
     """A Transformer with as many parameters: the same depth, vocabulary and head size, as wide as it must be, and the
     rest, less than a head's width, in its MLP.

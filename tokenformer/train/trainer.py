@@ -24,13 +24,15 @@ from tokenformer.config import Config
 from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError, out_of_memory
 from tokenformer.files import write_text
+from tokenformer.growth import progressive
 from tokenformer.growth.plan import plan
-from tokenformer.growth.stages import Progress, chain, check_reached, due
+from tokenformer.growth.stages import Progress, chain, check_reached, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
 from tokenformer.hub.run_folder import Found, all_steps, find_newest
 from tokenformer.models import build as build_model
+from tokenformer.models.cost import sample_flops
 from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
@@ -134,6 +136,9 @@ class Trainer:
     def look(self) -> None:
         """What stands in the folder, and which models the run passes through."""
         self.place = Place(self.config.parallel)
+        small_first = not isinstance(self.config.growth, list)
+        self.config, self.stages = progressive.resolve(self.config)
+        self.said = progressive.describe(self.config) if small_first else []
         before = earlier(self.folder, self.resuming)
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
@@ -141,7 +146,8 @@ class Trainer:
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen, self.found = all_steps(self.folder), Found(None, [], [])
         self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
-        self.chain, self.grown = chain(self.config.model, self.config.growth), Progress()
+        self.chain, self.grown = chain(self.config.model, self.stages), Progress()
+        self.costs = [sample_flops(model) for model in self.chain]
         if before is not None:  # the first rank reads every byte, and the others use what it found whole
             self.place.start(self.device)
             self.found = self.place.first_does(lambda: find_newest(self.folder))
@@ -164,14 +170,14 @@ class Trainer:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})
-        for name in {name for stage in self.config.growth for name in stage.at} - {"step", "plateau", "patience"}:
+        for name in {name for stage in self.stages for name in stage.at} - {"step", "plateau", "patience"}:
             if name != self.task.unit:
                 raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
-        check_reached(self.config.growth, self.grown, self.config.steps, self.task.units_per_step)
+        check_reached(self.stages, self.grown, self.config.steps, self.task.units_per_step)
 
     def after_growth(self, done: int) -> dict[str, float]:
         """Freeze what the growth before this start froze; the share of the rate of what learns more slowly."""
-        stage, before = self.config.growth[done - 1], self.chain[done - 1]
+        stage, before = self.stages[done - 1], self.chain[done - 1]
         with torch.device("meta"):
             names = [name for name, _ in self.build_model(before).named_parameters()]
         growth = plan(before, names, stage, ends=self.model.ends)
@@ -218,7 +224,7 @@ class Trainer:
         if self.found.path is not None:
             say(f"going on from step {self.step} ({self.found.path})")
         changed = [f"changed since the last start: {change}" for change in self.changes]
-        for line in (*self.found.notes, *self.notes, *changed):
+        for line in (*self.said, *self.found.notes, *self.notes, *changed):
             say(line)
 
     # loop: micro-batches → gradients → (clip, check) → optimizer → schedule → maybe {log, validate, save}
@@ -231,7 +237,7 @@ class Trainer:
         if self.step == 0 and 0 in c.checkpoint.also:
             self.save()
         while self.step < c.steps and not self.stopping():
-            while stage := due(c.growth, self.grown, self.step, self.task.units_per_step):
+            while stage := due(self.stages, self.grown, self.step, self.task.units_per_step):
                 self.grow(stage)
             if self.step in window and trace is None:
                 trace = profiler(self.folder, self.report.say)
@@ -279,7 +285,12 @@ class Trainer:
 
     def rate(self, step: int) -> float:
         c = self.config
-        return c.optimizer.rate * rate_factor(c.growth, self.grown, step, c.steps, c.schedule, factor)
+
+        def before(step: int) -> int:
+            to_come = [step_of(stage, self.task.units_per_step) for stage in self.stages[len(self.grown.steps) :]]
+            return spent(self.costs, [*self.grown.steps, *to_come], step)
+
+        return c.optimizer.rate * rate_factor(self.stages, self.grown, step, c.steps, c.schedule, factor, before)
 
     def grow(self, stage: GrowthStage) -> None:
         """A step like the others. What was before it is saved, and a rerun from there is the same to the bit."""
