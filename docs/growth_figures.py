@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from tokenformer import ModelConfig, grow, shrink
+from tokenformer.config_growth import Growth
 from tokenformer.config_train import OptimizerConfig
-from tokenformer.growth import Growth, follow, merge_segments, plan_for
+from tokenformer.growth.merge import merge_segments
+from tokenformer.growth.model import apply_plan, plan_for
 from tokenformer.growth.state import grow_state
 from tokenformer.growth.verify import loss, verify
 from tokenformer.models import build
@@ -60,7 +62,7 @@ def train(model, optimizer, text, start, steps, watch=None) -> list[float]:
 def grown(base, optimizer, recipe, rule, text):
     """(certificate, losses after, ratios of RMS updates new : old by step) of one rule under one recipe."""
     growth = plan_for(base, Growth(**SIZES, new_tokens=rule))
-    model = follow(base, growth)
+    model = apply_plan(base, growth)
     certificate = verify(base, model, text.batch(7, 8, 128, held_out=True), growth)
     new = Optimizer(Layout(model), recipe)
     new.load_state_by_name(grow_state(growth, optimizer.state_by_name()))

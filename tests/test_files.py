@@ -77,7 +77,7 @@ def test_the_bytes_of_all_files_of_a_folder_are_on_the_disk_before_its_name(tmp_
         (beside / "one").write_text("1")
         (beside / "sub" / "two").write_text("2")
     end = disk.index(("move", (tmp_path / "out").stat().st_ino))
-    for name in ("one", "sub/two", MANIFEST):
+    for name in ("one", "sub", "sub/two", MANIFEST):
         assert ("sync", (tmp_path / "out" / name).stat().st_ino) in disk[:end], name
 
 

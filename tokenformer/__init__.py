@@ -1,4 +1,4 @@
-"""TokenFormer: parameters are tokens. The public door: a name is imported when it is used."""
+"""TokenFormer: parameters are tokens. The public names; each is imported when it is first used."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -9,44 +9,33 @@ if TYPE_CHECKING:
     from tokenformer.config import Config as Config
     from tokenformer.config import ModelConfig as ModelConfig
     from tokenformer.errors import UserError as UserError
-    from tokenformer.growth import grow as grow
-    from tokenformer.growth import slice as slice
+    from tokenformer.growth.model import grow as grow
+    from tokenformer.growth.model import slice as slice
     from tokenformer.growth.shrink import shrink as shrink
     from tokenformer.hub import load as load
     from tokenformer.hub import save as save
     from tokenformer.models import LanguageModel as LanguageModel
     from tokenformer.models import Pattention as Pattention
 
-_DOOR = {
+_MODULES = {
     "Config": "config",
     "ModelConfig": "config",
     "UserError": "errors",
     "LanguageModel": "models",
     "Pattention": "models",
-    "grow": "growth",
+    "grow": "growth.model",
     "shrink": "growth.shrink",
-    "slice": "growth",
+    "slice": "growth.model",
     "load": "hub",
     "save": "hub",
 }
-__all__ = [
-    "Config",
-    "LanguageModel",
-    "ModelConfig",
-    "Pattention",
-    "UserError",
-    "grow",
-    "load",
-    "save",
-    "shrink",
-    "slice",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str):
-    if name not in _DOOR:
+    if name not in _MODULES:
         raise AttributeError(f"module 'tokenformer' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"tokenformer.{_DOOR[name]}"), name)
+    return getattr(importlib.import_module(f"tokenformer.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
-"""What can be configured: every key is declared, typed, defaulted and documented here. Files and presets are read here.
+"""The config of models and runs: each key with its type, default and meaning. Config files and presets are read here.
 
-Unusual: `tau` absent means √n; `resolved()` writes the numbers out once, so that later growth can hold them.
+Unusual: where `tau` is absent it is √n; `resolved()` writes these numbers out once, so that later growth can keep them.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from tokenformer.config_train import (
 )
 from tokenformer.errors import UserError
 from tokenformer.parsing import YAML_BYTES, is_file, parse_yaml, read_text, shown
-from tokenformer.strict import bounded, build, key, merge, need, override
+from tokenformer.strict import Section, build, key, merge, need, override
 from tokenformer.strict import to_dict as to_dict
 from tokenformer.strict import to_yaml as to_yaml
 
@@ -32,12 +32,13 @@ Tokens = int | list[int]
 WIDE = 2**20  # the largest width that a model may have
 LONG = 2**30  # and the largest number of rows
 PROJECTIONS = ("qkv", "proj", "ffn")
+OF_TOKENS = (*(f"{which}_tokens" for which in PROJECTIONS), "tau", "switch", "layer_overrides")  # of no baseline
 PROJECTION_OF = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}  # of a block's layers
 
 
 @dataclass(frozen=True)
-class LayerOverride:
-    """Where one layer differs from the rest: after shrinking per layer, or growth in depth."""
+class LayerOverride(Section, section="model.layer_overrides"):
+    """How one layer differs from the rest, after shrinking per layer or growth in depth."""
 
     qkv_tokens: Tokens | None = key("as in the model", None, most=LONG)
     proj_tokens: Tokens | None = key("as in the model", None, most=LONG)
@@ -47,12 +48,12 @@ class LayerOverride:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a model; everything that decides the function and nothing else."""
+class ModelConfig(Section, section="model"):
+    """The shape of a model: all that decides its function, and nothing else."""
 
-    layers: int = key("blocks", 0, quiet=True, most=10_000)
-    dim: int = key("width of the residual stream", 0, quiet=True, most=WIDE)
-    heads: int = key("attention heads; must divide dim", 0, quiet=True, most=WIDE)
+    layers: int = key("blocks", 0, quiet=True, least=0, most=10_000)
+    dim: int = key("width of the residual stream", 0, quiet=True, least=0, most=WIDE)
+    heads: int = key("attention heads; must divide dim", 0, quiet=True, least=0, most=WIDE)
     of: str = key("what the model is of: language, or what a caller's `build` makes", "language", quiet=True)
     trunks: dict[str, "ModelConfig"] = key(
         "of a model of several trunks: name → that trunk's own keys; its parameters are called NAME.…", make=dict
@@ -76,45 +77,30 @@ class ModelConfig:
         make=dict,
     )
     layer_overrides: dict[int, LayerOverride] = key("layer number → where that layer differs", make=dict)
-    ffn_dim: int | None = key("hidden width of the MLP (transformer, llama); absent = 4·dim", None, most=LONG)
-    kv_heads: int | None = key("key/value heads (llama); absent = heads", None, most=LONG)
-    context: int = key("longest sequence the model is trained on", 2048, most=LONG)
-    vocab: int = key("rows of the embedding: the tokenizer's size padded to a multiple of 128", 50304, most=LONG)
+    ffn_dim: int | None = key("hidden width of the MLP (transformer, llama); absent = 4·dim", None, above=0, most=LONG)
+    kv_heads: int | None = key("key/value heads (llama); absent = heads", None, above=0, most=LONG)
+    context: int = key("longest sequence the model is trained on", 2048, above=0, most=LONG)
+    vocab: int = key("rows of the embedding; released models pad to a multiple of 128", 50304, above=0, most=LONG)
     tied: bool = key("output head = embedding", True)
-    rotary_fraction: float = key("share of each head's channels that is rotated", 0.25)
-    rotary_base: float = key("base of the rotary frequencies", 10000.0)
-    norm_eps: float = key("epsilon of LayerNorm or RMSNorm", 1e-5)
+    rotary_fraction: float = key("share of each head's channels that is rotated", 0.25, least=0, most=1)
+    rotary_base: float = key("base of the rotary frequencies", 10000.0, above=0)
+    norm_eps: float = key("epsilon of LayerNorm or RMSNorm", 1e-5, above=0)
     init: Literal["official", "centred"] = key(
         "centred subtracts from all values their mean over the tokens", "official"
     )
 
     def __post_init__(self) -> None:
-        bounded(type(self), vars(self), "model")
+        super().__post_init__()
         if self.trunks:
-            for name in (
-                "layers",
-                "dim",
-                "heads",
-                "qkv_tokens",
-                "proj_tokens",
-                "ffn_tokens",
-                "tau",
-                "switch",
-                "layer_overrides",
-            ):
+            for name in ("layers", "dim", "heads", *OF_TOKENS):
                 need(not getattr(self, name), f"model.{name} belongs to each of model.trunks: move it there")
             return
-        for name in ("layers", "dim", "heads", "context", "vocab"):
-            value = getattr(self, name)
-            need(value != 0, f"key 'model.{name}' is missing: give a number above 0")
-            need(value > 0, f"model.{name} is {value}: give a number above 0")
+        for name in ("layers", "dim", "heads"):
+            need(getattr(self, name) > 0, f"key 'model.{name}' is missing: give a number above 0")
         need(self.dim % self.heads == 0, f"model.heads is {self.heads}, which does not divide dim {self.dim}")
-        need(self.norm_eps > 0, f"model.norm_eps is {self.norm_eps}: give a number above 0")
-        need(self.rotary_base > 0, f"model.rotary_base is {self.rotary_base}: give a number above 0")
-        need(0 <= self.rotary_fraction <= 1, f"model.rotary_fraction is {self.rotary_fraction}: give 0 to 1")
         need(
             self.rotary_dims % 2 == 0,
-            f"model.rotary_fraction {self.rotary_fraction} of {self.head_dim} channels a head rotates "
+            f"model.rotary_fraction {self.rotary_fraction} of {self.head_dim} channels per head rotates "
             f"{self.rotary_dims} of them: choose a fraction that gives an even number",
         )
         if self.kind == "tokenformer":
@@ -128,15 +114,11 @@ class ModelConfig:
                 for which in PROJECTIONS:
                     self.switches(which, layer)
             return
-        for name in ("qkv_tokens", "proj_tokens", "ffn_tokens", "tau", "switch", "layer_overrides"):
+        for name in OF_TOKENS:
             need(not getattr(self, name), f"model.{name} has no meaning for kind {self.kind}: remove it")
-        need(self.ffn_dim is None or self.ffn_dim > 0, f"model.ffn_dim is {self.ffn_dim}: give a number above 0")
         need(self.kv_heads is None or self.kind == "llama", "model.kv_heads belongs to kind llama: remove it")
-        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
-        need(
-            kv_heads > 0 and self.heads % kv_heads == 0,
-            f"model.kv_heads is {kv_heads}, which does not divide heads {self.heads}",
-        )
+        divides = self.heads % (self.kv_heads or self.heads) == 0
+        need(divides, f"model.kv_heads is {self.kv_heads}, which does not divide heads {self.heads}")
 
     @property
     def head_dim(self) -> int:
@@ -151,7 +133,7 @@ class ModelConfig:
         return self.ffn_dim or 4 * self.dim
 
     def segments(self, which: str, layer: int | None = None) -> list[tuple[int, float]]:
-        """(parameter tokens, τ) of each segment of a projection (`qkv`, `proj` or `ffn`) in a layer.
+        """Return (parameter tokens, τ) of each segment of a projection (`qkv`, `proj` or `ffn`) in a layer.
 
         >>> tiny = ModelConfig(layers=1, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=[4, 16])
         >>> tiny.segments("ffn")
@@ -180,7 +162,7 @@ class ModelConfig:
         return list(zip(sizes, scales, strict=True))
 
     def switches(self, which: str, layer: int | None = None) -> list[str]:
-        """The switch of each segment of a projection in a layer; "" = it always counts.
+        """Return the switch of each segment of a projection in a layer; a segment with "" always counts.
 
         >>> keys = {"qkv_tokens": 9, "proj_tokens": 4, "ffn_tokens": [4, 16], "switch": {"ffn": ["", "image"]}}
         >>> ModelConfig(layers=1, dim=32, heads=2, **keys).switches("ffn")
@@ -200,21 +182,21 @@ class ModelConfig:
         return found
 
     def switch_names(self) -> set[str]:
-        """All switches of the model."""
+        """Return the names of all switches of the model."""
         every = [self.switch, *(override.switch for override in self.layer_overrides.values())]
         return {name for switch in every for names in switch.values() for name in names if name}
 
     def trunk(self, prefix: str) -> "ModelConfig":
-        """The config of one trunk, by the prefix of its parameters: "" (a model that is one trunk), "image."."""
+        """Return the config of a trunk by the prefix of its parameters, such as "image."; "" is the model itself."""
         return self.trunks[prefix.removesuffix(".")] if prefix else self
 
     def with_trunk(self, prefix: str, trunk: "ModelConfig") -> "ModelConfig":
-        """The same model with another config of one trunk."""
+        """Return the same model with another config for one trunk."""
         changed = {**self.trunks, prefix.removesuffix("."): trunk}
         return dataclasses.replace(self, trunks=changed) if prefix else trunk
 
     def resolved(self) -> "ModelConfig":
-        """The same model with every τ written out."""
+        """Return the same model with every τ written out."""
         if self.trunks:
             return dataclasses.replace(self, trunks={name: trunk.resolved() for name, trunk in self.trunks.items()})
         if self.kind != "tokenformer":
@@ -228,23 +210,24 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section):
     """A whole configuration file."""
 
     model: ModelConfig = key("the model")
     task: str | None = key("what is learned: language; absent = what model.of is", None)
     out: str | None = key("run folder where the command line names none", None)
-    steps: int = key("optimizer steps of the run", 1000, most=10**9)
-    batch: int | None = key("sequences of one step, over all ranks", None, most=10**7)
+    steps: int = key("optimizer steps of the run", 1000, least=0, most=10**9)
+    batch: int | None = key("sequences per step, over all ranks", None, above=0, most=10**7)
     micro_batch: int | None = key(
-        "sequences that one rank computes at once; absent = its whole share of the batch", None, most=10**7
+        "sequences that one rank computes at once; absent = its whole share of the batch", None, above=0, most=10**7
     )
     accumulation: int | None = key(
         "instead of batch, as official files have it: batch = micro_batch × accumulation × ranks at the first start",
         None,
+        above=0,
         most=10**7,
     )
-    seed: int = key("of the initial values and the order of the data", 1234)
+    seed: int = key("seed of the initial values and of the order of the data", 1234)
     start: str | None = key(
         "weights to begin with (folder, run, official); of a smaller model they fill the first parameter tokens",
         None,
@@ -253,18 +236,18 @@ class Config:
     optimizer: OptimizerConfig = key("the update rule", make=OptimizerConfig)
     schedule: ScheduleConfig = key("the learning rate over the run", make=ScheduleConfig)
     growth: list[GrowthStage] | Literal["progressive"] | ProgressiveGrowth = key(
-        "growths of the run, in order: the model above is the first; or progressive: the model above is the final one, "
+        "growths of the run, in order; `model` is what it begins with. Or progressive: `model` is the final one and "
         "`steps` its budget, and the run begins with a small one",
         make=list,
     )
     train: TrainConfig = key("how a step is computed", make=TrainConfig)
-    validation: ValidationConfig = key("looking at held-out text", make=ValidationConfig)
+    validation: ValidationConfig = key("what is measured on held-out data", make=ValidationConfig)
     checkpoint: CheckpointConfig = key("what is kept to resume", make=CheckpointConfig)
-    log: LogConfig = key("what is written meanwhile", make=LogConfig)
-    parallel: ParallelConfig = key("many processes", make=ParallelConfig)
+    log: LogConfig = key("what is logged", make=LogConfig)
+    parallel: ParallelConfig = key("how it is laid over several processes", make=ParallelConfig)
 
     def __post_init__(self) -> None:
-        need(self.steps >= 0, f"steps is {self.steps}: give 0 or more")
+        super().__post_init__()
         listed = self.growth if isinstance(self.growth, list) else []
         plateau = any("plateau" in stage.at for stage in listed)
         need(not plateau or self.validation.every > 0, "growth at a plateau looks at validations: set validation.every")
@@ -279,9 +262,6 @@ class Config:
             f"growth is progressive, which begins with a small model of its own, but start is {self.start}: give "
             "start=null to train from scratch, or a list of growths to begin with these weights",
         )
-        for name in ("batch", "micro_batch", "accumulation"):
-            value = getattr(self, name)
-            need(value is None or value > 0, f"{name} is {value}: give a number above 0")
 
 
 @dataclass(frozen=True)
@@ -292,19 +272,19 @@ class ModelFile:
 
 
 def preset_folder() -> Path:
-    """Where the presets are: beside the package in a checkout, inside it when installed."""
+    """Return the folder of the presets: beside the package in a checkout, inside it when installed."""
     inside = Path(__file__).parent / "configs"
     return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
 
 
 def presets() -> list[str]:
-    """Names of all presets, such as `lm/150m`."""
+    """Return the names of all presets, such as `lm/150m`."""
     folder = preset_folder()
     return sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yml"))
 
 
 def find(name: str | Path) -> Path:
-    """A file by its path, that of a run by the run's folder, or a preset by its name (`lm/150m`)."""
+    """Return the path of a config file, of a folder's config.yml, or of a preset by its name (`lm/150m`)."""
     for path in (Path(name), Path(name) / "config.yml"):
         if is_file(path):
             return path
@@ -316,7 +296,7 @@ def find(name: str | Path) -> Path:
 
 
 def read(name: str | Path, _seen: tuple[Path, ...] = ()) -> dict:
-    """The raw mapping of a file, laid over the file or preset that its `base:` names."""
+    """Return the raw mapping of a config, laid over that of the file or preset that its `base:` names."""
     path = find(name)
     raw = parse_yaml(read_text(path, YAML_BYTES), str(path))
     if not isinstance(raw, dict):
@@ -335,7 +315,7 @@ def read(name: str | Path, _seen: tuple[Path, ...] = ()) -> dict:
 
 
 def load(*names: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """A config from files or presets, later ones laid over earlier ones, then overrides.
+    """Make a config from files or presets, later ones laid over earlier ones, then overrides.
 
     >>> load("lm/150m", overrides=["model.layers=2"]).model.layers
     2

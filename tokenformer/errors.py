@@ -1,4 +1,4 @@
-"""The one exception for what a user can mend. The command line prints its sentence alone and leaves with code 2."""
+"""The one exception for what a user can mend. The command line prints its sentence alone and exits with code 2."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: write beside and rename, manifests with sizes and checksums.
+"""Files that are whole or absent: written under another name, then renamed. Manifests of folders, and downloads.
 
 The manifest is written last, so its presence says that a folder is complete.
 """
@@ -34,7 +34,7 @@ BESIDE = (
 
 
 def sha256(path: Path, seen: Callable[[int], object] | None = None) -> str:
-    """The checksum of a file; `seen` is told how many bytes each piece had."""
+    """Return the checksum of a file; `seen` is called with the number of bytes of each piece."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(1 << 20):
@@ -45,7 +45,7 @@ def sha256(path: Path, seen: Callable[[int], object] | None = None) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's or a folder's entry to the disk, so that a rename after it cannot come first."""
+    """Flush a file, or the names in a folder, to the disk, so that a later rename cannot get there first."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -55,16 +55,14 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """Write to the yielded path; it takes its name when the block ends well, and is gone when it does not."""
+    """Yield a path to write to. It is renamed to `path` when the block ends well, and removed when it does not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     try:
         yield Path(beside)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(beside, 0o666 & ~umask)  # mkstemp is private; the file is not
+        _publish(beside, 0o666)
         sync(Path(beside))
         os.replace(beside, path)
         sync(path.parent)
@@ -73,18 +71,22 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
             os.unlink(beside)
 
 
-def check_writable(path: str | Path, force: bool = True) -> None:
-    """Refuse, before the work for it, a file that `atomic_file` could not write, or (without `force`) would replace.
+def _publish(path: str | Path, mode: int) -> None:
+    """Give a temporary file or folder, which is private, the permissions that a new one usually has."""
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, mode & ~umask)
 
-    Nothing stays behind.
-    """
+
+def check_writable(path: str | Path, force: bool = True) -> None:
+    """Refuse a file that `atomic_file` could not write, or (without `force`) would replace. Nothing is left behind."""
     path = Path(path)
     try:
         if path.is_file() and not force:
             raise UserError(f"{path} is there already: give another name, or --force to replace it")
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is {'a folder' if path.is_dir() else 'no plain file'}: give the name of a file")
-        folder = next(parent for parent in path.absolute().parents if parent.exists())  # the others will be made
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
         with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=folder):
             pass
     except OSError as error:
@@ -98,7 +100,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
-    """Fill the yielded folder; it takes its name, with a manifest, when the block ends well.
+    """Yield a folder to fill. It gets a manifest and is renamed to `path` when the block ends well.
 
     With `force` it replaces one that we wrote.
     """
@@ -111,9 +113,7 @@ def atomic_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
         raise UserError(f"{path} cannot be made ({error.strerror}): choose another place") from None
     try:
         yield beside
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(beside, 0o777 & ~umask)
+        _publish(beside, 0o777)
         write_manifest(beside)
         if force and is_file(path / MANIFEST):
             with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
@@ -121,11 +121,11 @@ def atomic_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
                 os.rename(beside, path)
         else:
             with contextlib.suppress(FileNotFoundError):
-                path.rmdir()  # an empty folder may stand where ours goes
+                path.rmdir()  # an empty folder may be there
             os.rename(beside, path)
         sync(path.parent)
     except Exception as error:
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":  # the library's own, at a full disk
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":  # raised when the disk is full
             raise UserError(f"{path} could not be written ({error}): make room or choose another place") from error
         raise
     finally:
@@ -133,35 +133,36 @@ def atomic_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
 
 
 def refuse_existing(path: str | Path, force: bool = False) -> None:
-    """Nothing is overwritten by accident, and only what we wrote by `force`."""
+    """Refuse a path where something is, except an empty folder or, with `force`, a folder that we wrote."""
     path = Path(path)
     try:
         if not path.exists() or (path.is_dir() and not any(path.iterdir())) or (force and is_file(path / MANIFEST)):
             return
     except (OSError, ValueError) as error:
         raise UserError(f"{shown(str(path))} cannot be made ({error.__class__.__name__}): give another name") from None
-    hint = "which we did not write, so move it away first" if force else "give another name, or move it away first"
-    raise UserError(f"{path} is there already{', ' if force else ': '}{hint}")
+    hint = ", which we did not write, so move it away first" if force else ": give another name, or move it away first"
+    raise UserError(f"{path} is there already{hint}")
 
 
 def write_manifest(folder: Path) -> None:
+    """Flush all files and subfolders of a folder to the disk, then write its manifest."""
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    entries = {}
-    for name in names:
-        sync(folder / name)
-        entries[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+    for path in folder.rglob("*"):
+        sync(path)
+    entries = {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256(folder / n)} for n in names}
     write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
 
 
 def is_read(name: str) -> bool:
-    """Whether loading weights reads a file of this name: then a manifest must list it."""
+    """Tell whether loading weights reads a file of this name, so that a manifest must list it."""
     return name.endswith(WEIGHTS) or name in BESIDE
 
 
-def check_manifest(folder: str | Path, checksums: bool = True, edited: bool = False) -> None:
-    """Refuse a folder that is not complete, whose files are not those of its manifest, or with weights beside those.
+def check_manifest(folder: str | Path, values: bool = True, edited: bool = False) -> None:
+    """Refuse a folder without a manifest, with files that differ from it, or with weights that it does not list.
 
-    `edited`: people may have changed what loading does not read, such as a README.
+    Without `values` the size of a weight file is enough, which saves reading it: for callers that need the config
+    alone. `edited`: people may have changed what loading does not read, such as a README.
     """
     folder, manifest = Path(folder), Path(folder) / MANIFEST
     if not is_file(manifest):
@@ -179,7 +180,8 @@ def check_manifest(folder: str | Path, checksums: bool = True, edited: bool = Fa
             continue
         if not is_file(path):
             raise UserError(f"{path} is missing although the manifest lists it: {anew}")
-        if path.stat().st_size != entry["bytes"] or (checksums and sha256(path) != entry["sha256"]):
+        read = values or not name.endswith(WEIGHTS)
+        if path.stat().st_size != entry["bytes"] or (read and sha256(path) != entry["sha256"]):
             raise UserError(f"{path} is not the file that its manifest describes: {anew}")
     for place in {(folder / name).parent for name in files} | {folder}:
         for path in place.iterdir():
@@ -191,7 +193,7 @@ def check_manifest(folder: str | Path, checksums: bool = True, edited: bool = Fa
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Keeps the checksum that a hub names while it sends us on to its storage."""
+    """Keeps the checksum that a hub sends with its redirection to the file's storage."""
 
     linked = ""
 
@@ -201,8 +203,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def download(url: str, path: str | Path, *, checksum: str | None = None, tries: int = 5, pause: float = 1.0) -> Path:
-    """Fetch a file: broken off it goes on where it was, changed meanwhile it starts over; whole and checked it takes
-    its name. `checksum` is a sha256; Hugging Face's own is used where it gives one.
+    """Download a file. What was interrupted is continued; if the file changed meanwhile, it starts over.
+
+    The result gets its name once it is whole and has the `checksum` (sha256; by default the one that the hub sends).
     """
     path = Path(path)
     if path.is_file():
@@ -210,7 +213,7 @@ def download(url: str, path: str | Path, *, checksum: str | None = None, tries: 
     path.parent.mkdir(parents=True, exist_ok=True)
     part, about = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
     with open(path.with_name(path.name + ".part.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # others that want it too wait, and then find it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes that want it wait, and then find it
         if not path.is_file():
             _fetch_all(url, part, about, tries, pause)
             expected = checksum or json.loads(about.read_text())["sha256"]
@@ -228,7 +231,7 @@ def download(url: str, path: str | Path, *, checksum: str | None = None, tries: 
 
 
 def _fetch_all(url: str, part: Path, about: Path, tries: int, pause: float) -> None:
-    """Ask again until the part is whole, or until nothing came `tries` times."""
+    """Repeat the request until the part is whole, or until nothing came `tries` times in a row."""
     failures = 0
     with meter(f"fetching {part.stem}", None) as show:
         while True:
@@ -251,9 +254,9 @@ def _fetch_all(url: str, part: Path, about: Path, tries: int, pause: float) -> N
 
 
 def _fetch(url: str, part: Path, about: Path, show: Callable[[float, str], None]) -> None:
-    """One request; appends to `part` and returns when it is whole."""
+    """Make one request, append what comes to `part`, and return when it is whole."""
     known: dict[str, Any] = json.loads(about.read_text()) if about.exists() and part.exists() else {}
-    have = part.stat().st_size if known.get("version") else 0  # without a version we could not know what to continue
+    have = part.stat().st_size if known.get("version") else 0  # without a version we cannot continue
     redirects = _Redirects()
     request = urllib.request.Request(url, headers={"User-Agent": "tokenformer"})
     if have:
@@ -262,7 +265,7 @@ def _fetch(url: str, part: Path, about: Path, show: Callable[[float, str], None]
     try:
         answer = urllib.request.build_opener(redirects).open(request, timeout=30)
     except urllib.error.HTTPError as error:
-        if error.code == 416:  # nothing behind what we have: whole, or another file now
+        if error.code == 416:  # nothing comes after what we have: it is whole, or the file changed
             if error.headers.get("Content-Range") == f"bytes */{have}" and known.get("total") == have:
                 return
             part.unlink()

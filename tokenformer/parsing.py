@@ -1,6 +1,6 @@
-"""The one door for text that somebody else may have written: UTF-8, JSON and YAML, refused in a sentence.
+"""Reads text that somebody else may have written: UTF-8, JSON and YAML; what is wrong is refused in a sentence.
 
-Unusual: sizes, depth and what YAML's aliases stand for are bounded, and a key that stands twice is refused, so that no
+Unusual: size, depth and the expansion of YAML's aliases are bounded, and a key that stands twice is refused, so that no
 file can hang the reader, fill its memory or mean two things.
 """
 
@@ -9,7 +9,7 @@ import json
 import os
 import re
 import reprlib
-import stat
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from tokenformer.errors import UserError
 JSON_BYTES = 1 << 26  # the largest tokenizer.json that we have seen has 34 MB
 YAML_BYTES = 1 << 19  # PyYAML reads some 100 kB per second
 YAML_NODES = 1 << 17  # after aliases are written out
+# Unlike Path's methods these say False, and raise nothing, for a name that no file can have; a FIFO is no file.
+is_file, is_folder = os.path.isfile, os.path.isdir
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
 def shown(value: Any) -> str:
-    """The value as a message shows it: cut where it is long.
+    """Return a value as messages show it: cut off where it is long.
 
     >>> shown([1, "a"]), len(shown("x" * 10**6))
     ("[1, 'a']", 80)
@@ -32,23 +34,8 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
-def is_file(path: str | Path) -> bool:
-    """Whether a plain file is there. A name that no file can have, a FIFO or a device is none."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except (OSError, ValueError):
-        return False
-
-
-def is_folder(path: str | Path) -> bool:
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
-    except (OSError, ValueError):
-        return False
-
-
 def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
-    """The text of a file of at most so many bytes."""
+    """Read the text of a file, which may have `most` bytes."""
     try:
         if not is_file(path):
             exists = os.path.lexists(path)
@@ -64,7 +51,7 @@ def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
 
 
 def read_json(path: str | Path) -> dict:
-    """A JSON object from a file."""
+    """Read a JSON object from a file."""
     value = parse_json(read_text(path), str(path))
     if not isinstance(value, dict):
         raise UserError(f"{path} should hold a JSON object, not {shown(value)}: restore it or get it anew")
@@ -72,6 +59,7 @@ def read_json(path: str | Path) -> dict:
 
 
 def parse_json(text: str, where: str) -> Any:
+    """Parse JSON; `where` is what messages call it."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
         if "\\u" in text:
@@ -88,14 +76,13 @@ def parse_json(text: str, where: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"key {shown(twice)} stands twice")
     return found
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What a YAML text says; `1e-3` is a number (PyYAML alone reads text)."""
+    """Parse YAML; `1e-3` is a number (PyYAML alone reads it as text)."""
     import yaml
 
     if len(text) > YAML_BYTES:
@@ -121,15 +108,12 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _nodes(node: Any, known: dict[int, int]) -> int:
-    """How many nodes a node is when every alias is written out; one that holds itself recurses for ever."""
+    """Count the nodes of a tree with every alias written out. A node that contains itself recurses without an end."""
     if id(node) not in known:
-        items = node.value if isinstance(node.value, list) else []
-        known[id(node)] = 1 + sum(_nodes(part, known) for item in items for part in _parts(item))
+        items = node.value if isinstance(node.value, list) else []  # a mapping's are pairs of nodes
+        parts = [part for item in items for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_nodes(part, known) for part in parts)
     return known[id(node)]
-
-
-def _parts(item: Any) -> tuple:
-    return item if isinstance(item, tuple) else (item,)
 
 
 @cache

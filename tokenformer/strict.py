@@ -5,6 +5,7 @@ Unusual: `1e9` is a whole number.
 
 import dataclasses
 import difflib
+import operator
 import types
 import typing
 from collections.abc import Sequence
@@ -14,31 +15,55 @@ from tokenformer.errors import UserError
 from tokenformer.parsing import parse_yaml, shown
 
 MOST = 2**53  # beyond it floating point numbers skip whole ones
+BOUNDS = {
+    "above": (operator.gt, "a number above {:,}"),
+    "below": (operator.lt, "a number below {:,}"),
+    "most": (operator.le, "at most {:,}"),
+    "least": (operator.ge, "{:,} or more"),
+}
 
 
 def key(
-    doc: str,
-    default: Any = dataclasses.MISSING,
-    make: Any = dataclasses.MISSING,
-    quiet: bool = False,
-    most: float = MOST,
+    doc: str, default: Any = dataclasses.MISSING, make: Any = dataclasses.MISSING, quiet: bool = False, **bounds: float
 ) -> Any:
-    """A config key: what it means, its default (or the function that makes it) and the largest number it may hold.
+    """Declare a config key: what it means, its default (or the function that makes it) and which numbers it may hold.
 
-    `quiet`: not written out as default.
+    `bounds` are `least` and `most`, which it may hold, and `above` and `below`, which it may not. A `quiet` key is not
+    written out while it has its default.
     """
-    about = {"doc": doc, "quiet": quiet, "most": most}
+    bounds |= {"most": bounds.get("most", MOST), "least": bounds.get("least", -MOST)}
+    about = {"doc": doc, "quiet": quiet, "bounds": bounds}
     return dataclasses.field(default=default, default_factory=make, metadata=about)
 
 
-def bounded(cls: Any, values: dict[str, Any], at: str, kind: type = int) -> None:
-    """Refuse numbers, and lists of them, that no machine could follow, before anything is made of them."""
+class Section:
+    """A part of a config. Numbers and choices are checked whether YAML (`build`) or Python makes it."""
+
+    section = ""  # what messages call it
+
+    def __init_subclass__(cls, section: str = "") -> None:
+        cls.section = section
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        check_bounds(cls, vars(self), self.section)
+        for field in dataclasses.fields(cls):
+            if typing.get_origin(field.type) is Literal:
+                _convert(field.type, getattr(self, field.name), _join(self.section, field.name))
+
+
+def check_bounds(cls: Any, values: dict[str, Any], at: str) -> None:
+    """Refuse numbers, and lists and mappings of them, beyond the bounds of their keys. Nothing was made of them yet."""
     for field in dataclasses.fields(cls):
-        most = field.metadata.get("most", MOST)
-        value = values.get(field.name)
-        for number in value if isinstance(value, list) else value.values() if isinstance(value, dict) else [value]:
-            if isinstance(number, kind) and not isinstance(number, bool):
-                need(abs(number) <= most, f"{_join(at, field.name)} is {shown(number)}: give at most {most:,}")
+        name, value = _join(at, field.name.rstrip("_")), values.get(field.name)
+        numbers = [(name, number) for number in (value if isinstance(value, list) else [value])]
+        if isinstance(value, dict):
+            numbers = [(_join(name, entry), number) for entry, number in value.items()]
+        for which, number in numbers:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                for bound, limit in field.metadata["bounds"].items():
+                    holds, words = BOUNDS[bound]
+                    need(holds(number, limit), f"{which} is {shown(number)}: give {words.format(limit)}")
 
 
 def need(holds: bool, sentence: str) -> None:
@@ -47,7 +72,7 @@ def need(holds: bool, sentence: str) -> None:
 
 
 def merge(below: dict, above: dict) -> dict:
-    """Mappings are merged key by key, everything else is replaced.
+    """Lay one mapping over another: mappings are merged key by key, everything else is replaced.
 
     >>> merge({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}})
     {'a': {'b': 1, 'c': 3}}
@@ -60,7 +85,7 @@ def merge(below: dict, above: dict) -> dict:
 
 
 def override(raw: dict, assignments: Sequence[str]) -> dict:
-    """`a.b=c` laid over a raw mapping; the value is YAML.
+    """Lay assignments `a.b=c` over a raw mapping; the values are YAML.
 
     >>> override({"a": {"b": 1}}, ["a.b=1e-3", "a.c=[1, 2]"])
     {'a': {'b': 0.001, 'c': [1, 2]}}
@@ -76,7 +101,7 @@ def override(raw: dict, assignments: Sequence[str]) -> dict:
 
 
 def build(cls: Any, raw: Any, at: str = "") -> Any:
-    """A dataclass from a raw mapping: unknown keys refused with a suggestion, types checked."""
+    """Make a dataclass from a raw mapping. Unknown keys are refused with a suggestion; types and bounds are checked."""
     need(isinstance(raw, dict), f"{at or 'the config'} should hold keys and values, not {shown(raw)}")
     fields = {f.name.rstrip("_"): f for f in dataclasses.fields(cls)}  # the key `from` is Python's own word: `from_`
     hints = typing.get_type_hints(cls)
@@ -89,10 +114,8 @@ def build(cls: Any, raw: Any, at: str = "") -> Any:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         need(not required or name in raw, f"key '{_join(at, name)}' is missing: {field.metadata.get('doc', name)}")
     values = {fields[k].name: _convert(hints[fields[k].name], value, _join(at, k)) for k, value in raw.items()}
-    bounded(cls, values, at)
-    made = cls(**values)
-    bounded(cls, values, at, float)  # after its own sentences about them
-    return made
+    check_bounds(cls, values, at)
+    return cls(**values)
 
 
 def _is_number(text: str) -> bool:
@@ -157,7 +180,7 @@ def _words(kind: Any) -> str:
 
 
 def to_dict(config: Any) -> dict:
-    """Plain containers of a config; keys that say nothing (null, empty, quiet defaults) are left out."""
+    """Return a config as plain containers, without keys that say nothing (null, empty, quiet defaults)."""
 
     def plain(value: Any, inside_list: bool = False) -> Any:
         if dataclasses.is_dataclass(value):
@@ -172,13 +195,12 @@ def to_dict(config: Any) -> dict:
 
 
 def to_yaml(config: Any) -> str:
-    """YAML that `load` reads back to an equal config."""
+    """Return YAML that `load` reads back to an equal config."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        pass
+        def represent_list(self, data):  # on one line
+            return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
-    Dumper.add_representer(
-        list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
-    )
+    Dumper.add_representer(list, Dumper.represent_list)
     return yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)

@@ -1,4 +1,4 @@
-"""What people see: tables and progress. On a terminal with rich, elsewhere as plain lines. Rich is imported lazily."""
+"""Tables and progress: by rich (imported when it is used) on a terminal, as plain lines elsewhere."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
-    """Print a table; numbers stand to the right."""
+    """Print a table; numbers are aligned to the right."""
     if not sys.stdout.isatty():
         cells = [[str(c) for c in row] for row in [head, *rows]]
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
@@ -33,7 +33,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | No
 
 
 def drop_output() -> None:
-    """Send what is still to be printed nowhere: its reader left, or its disk is full."""
+    """Discard what is still to be printed: its reader has gone, or its disk is full."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: it has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -44,39 +44,26 @@ def _numeric(text: str) -> bool:
 
 @contextlib.contextmanager
 def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callable[[float], None]]:
-    """Show progress on standard error: a bar on a terminal, a line per 10 s in a log. `advance(amount)` moves it.
+    """Show on standard error how much of a total is done, as `meter` does; `advance(amount)` adds to it.
 
     >>> with progress("counting", 3) as advance:
     ...     for _ in range(3):
     ...         advance(1)
     """
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=total)
-            yield lambda amount: bar.advance(task, amount)
-        return
-    start = said = time.monotonic()
     done = 0.0
 
     def advance(amount: float) -> None:
-        nonlocal done, said
+        nonlocal done
         done += amount
-        now = time.monotonic()
-        if now - said >= 10:
-            said = now
-            share = f" ({100 * done / total:.0f} %)" if total else ""
-            print(f"{title}: {done:,.0f}{unit}{share} after {now - start:.0f} s", file=sys.stderr)
+        show(done, f"{done:,.0f}{unit}")
 
-    yield advance
+    with meter(title, total) as show:
+        yield advance
 
 
 @contextlib.contextmanager
 def meter(title: str, total: float | None) -> Iterator[Callable[[float, str], None]]:
-    """Show progress with a note (rates, counts) by `show(done, note)`: a bar, or a line after 2 s and every 10 s.
+    """Show progress and a note (rates, counts) by `show(done, note)`: a bar on a terminal, a line every 10 s in a log.
 
     >>> with meter("reading", 100) as show:
     ...     show(50, "3 MB/s")
@@ -92,7 +79,7 @@ def meter(title: str, total: float | None) -> Iterator[Callable[[float, str], No
             yield lambda done, note: bar.update(task, completed=done, note=note)
         return
     start = time.monotonic()
-    said = start - 8
+    said = start - 8  # the first line comes after 2 s
 
     def show(done: float, note: str) -> None:
         nonlocal said

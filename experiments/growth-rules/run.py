@@ -18,8 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tokenformer.config import ModelConfig
+from tokenformer.config_growth import Growth
 from tokenformer.config_train import OptimizerConfig, TrainConfig
-from tokenformer.growth import Growth, apply, plan
+from tokenformer.growth.make import make_tensors
+from tokenformer.growth.plan import plan_growth
+from tokenformer.growth.state import grow_state
 from tokenformer.models import LanguageModel, build, cost
 from tokenformer.parallel.layout import Layout
 from tokenformer.train.health import Guard
@@ -225,8 +228,8 @@ class Study:
         if rule in RULES:
             wide = rule == "net2net"
             growth = Growth(dim=2 * config.dim) if wide else Growth(**BIG, new_tokens=rule.split(",")[0])
-            grown = apply(plan(config, tensors, growth, ends=LanguageModel.ends, seed=seed), tensors, state)
-            config, tensors, state = grown.config, grown.tensors, grown.state
+            plan = plan_growth(config, tensors, growth, ends=LanguageModel.ends, seed=seed)
+            config, tensors, state = plan.config, dict(make_tensors(plan, tensors)), grow_state(plan, state)
         model = build(config)
         model.load_state_dict(tensors)
         return model, state, spent

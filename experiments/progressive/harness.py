@@ -21,9 +21,12 @@ import numpy as np
 import torch
 from arms import RATE, Plan, Stage, flops, show
 
-from tokenformer import growth
 from tokenformer.config import ModelConfig
+from tokenformer.config_growth import Growth
 from tokenformer.config_train import OptimizerConfig, TrainConfig
+from tokenformer.growth.make import make_tensors
+from tokenformer.growth.plan import plan_growth
+from tokenformer.growth.state import grow_state
 from tokenformer.models import LanguageModel
 from tokenformer.parallel.layout import Layout
 from tokenformer.train.health import Guard
@@ -55,12 +58,12 @@ def grow(config: ModelConfig, tensors: Tensors, state: dict, stage: Stage, seed:
     sizes = dict(zip(("qkv_tokens", "proj_tokens", "ffn_tokens"), stage.size, strict=True))
     rule = "segment" if stage.rule == "copy" else stage.rule
     how = {"layers": stage.layers} if stage.layers else {}
-    asked = growth.Growth(**sizes, **how, new_tokens=rule)
-    plan = growth.plan(config, list(tensors), asked, ends=LanguageModel.ends, seed=seed, number=number)
-    grown = growth.apply(plan, tensors, state)
+    asked = Growth(**sizes, **how, new_tokens=rule)
+    plan = plan_growth(config, list(tensors), asked, ends=LanguageModel.ends, seed=seed, number=number)
+    grown = dict(make_tensors(plan, tensors))
     if stage.rule == "copy":
-        copy_keys(tensors, grown.tensors, stage.noise, seed)
-    return grown.config, grown.tensors, grown.state
+        copy_keys(tensors, grown, stage.noise, seed)
+    return plan.config, grown, grow_state(plan, state)
 
 
 # --- Growth rules that the package does not have --------------------------------------------------------------------
@@ -416,7 +419,7 @@ class Harness:
             sizes = dict(zip(("qkv_tokens", "proj_tokens", "ffn_tokens"), stage.size, strict=True))
             rule = "segment" if stage.rule == "copy" else stage.rule
             how = {"layers": stage.layers} if stage.layers else {}
-            config = growth.plan(config, [], growth.Growth(**sizes, **how, new_tokens=rule)).config
+            config = plan_growth(config, [], Growth(**sizes, **how, new_tokens=rule)).config
         return config
 
     def expected(self, plan: Plan) -> float:

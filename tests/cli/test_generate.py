@@ -178,7 +178,7 @@ def test_a_conversation_remembers_until_it_is_told_not_to(model, folder, monkeyp
         ([], "there is nothing to write"),
         (["--prompt", "a", "--interactive"], "give one of --prompt"),
         (["--input-file", "missing.txt"], "missing.txt cannot be read"),
-        (["--prompt", "a", "--top-p", "7"], "top_p is 7.0: give 0 to 1"),
+        (["--prompt", "a", "--top-p", "7"], "top_p is 7.0: give at most 1"),
         (["--prompt", "a", "--top-p", "0.9"], "top_p is 0.9, but temperature 0 takes the most likely token"),
         (["--prompt", "a", "--top-k", "5", "--temperature", "0"], "top_k is 5, but temperature 0"),
         (["--interactive", "--min-p", "0.1"], "min_p is 0.1, but temperature 0"),
@@ -341,7 +341,7 @@ def test_a_key_that_generation_does_not_know_is_refused(folder, tmp_path, capsys
     assert "'top_q' is not one that we know (did you mean 'top_p'?)" in capsys.readouterr().err
     (tmp_path / "settings.yml").write_text("min_p: 7\n")  # ours, but settings all the same
     assert main(["generate", str(folder / "ours"), str(tmp_path / "settings.yml"), "--prompt", "a"]) == 2
-    assert "min_p is 7.0: give 0 to 1" in capsys.readouterr().err
+    assert "min_p is 7.0: give at most 1" in capsys.readouterr().err
 
 
 def test_words_after_a_slash_are_commands_and_paths_are_text(model, folder, monkeypatch, capsys):

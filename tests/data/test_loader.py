@@ -281,7 +281,7 @@ def test_an_empty_official_part_can_be_opened_but_not_read(tmp_path):
 
 
 def test_settings_from_python_are_checked_too(sets):
-    with pytest.raises(UserError, match=r"data\.verify is 'ful', not one of auto, quick, full"):
+    with pytest.raises(UserError, match=r"data\.verify is 'ful', but must be one of auto, quick, full"):
         DataConfig(path="a", verify="ful")
     with pytest.raises(UserError, match="rank is 3 of a world of 2"):
         text_loader(DataConfig(path=str(sets / "a")), context=8, batch=4, rank=3, world=2)

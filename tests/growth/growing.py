@@ -5,7 +5,9 @@ import math
 import torch
 
 from tokenformer import LanguageModel, ModelConfig
-from tokenformer.growth import Growth, Plan, plan_for
+from tokenformer.config_growth import Growth
+from tokenformer.growth.model import plan_for
+from tokenformer.growth.recipes import Plan
 from tokenformer.models import build
 
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from growing import THETAS, baseline, config, lively, moved, planned, random_ids
 
-from tokenformer.growth import follow, grow
-from tokenformer.growth.depth import places
+from tokenformer.growth.model import apply_plan, grow
+from tokenformer.growth.tokens import place_blocks
 from tokenformer.growth.verify import gradient
 
 
@@ -38,7 +38,7 @@ def test_norms_of_a_new_block_begin_at_one():
 def test_new_blocks_learn_from_the_second_step(shape):
     model = lively(shape)
     growth = planned(model, layers=4)
-    seen = gradient(follow(model, growth), random_ids(8, 32), growth)
+    seen = gradient(apply_plan(model, growth), random_ids(8, 32), growth)
     assert seen and all(a.within_two == a.rows > 0 for name, a in seen.items()), seen
 
 
@@ -61,5 +61,5 @@ def test_overrides_travel_with_their_blocks():
 
 
 def test_even_places_spread_over_the_depth():
-    assert [layer for layer, (_, new) in enumerate(places(12, 16)) if new] == [3, 7, 11, 15]
-    assert [source for source, _ in places(3, 4, [1])] == [0, 0, 1, 2]
+    assert [layer for layer, (_, new) in enumerate(place_blocks(12, 16)) if new] == [3, 7, 11, 15]
+    assert [source for source, _ in place_blocks(3, 4, [1])] == [0, 0, 1, 2]

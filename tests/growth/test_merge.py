@@ -5,9 +5,9 @@ import torch
 from growing import THETAS, config, lively, moved, random_ids
 
 from tokenformer import Pattention, UserError
-from tokenformer.growth import grow, merge_segments
 from tokenformer.growth.measure import mass
-from tokenformer.growth.merge import rescaled
+from tokenformer.growth.merge import merge_segments, rescale
+from tokenformer.growth.model import grow
 
 
 def test_on_random_keys_rescaling_takes_a_large_change_to_a_few_percent():
@@ -27,7 +27,7 @@ def test_on_random_keys_rescaling_takes_a_large_change_to_a_few_percent():
             return ((one(x) - before).norm() / before.norm()).item()
 
         assert change(keys) > 0.3
-        assert change(rescaled(list(keys), list(values), list(taus), sums, "l2_norm_gelu")[0]) < 0.08
+        assert change(rescale(list(keys), list(values), list(taus), sums, "l2_norm_gelu")[0]) < 0.08
 
 
 @pytest.mark.parametrize("theta", THETAS)

@@ -5,7 +5,7 @@ import torch
 from growing import baseline, config, lively, moved, planned, random_ids
 
 from tokenformer import UserError
-from tokenformer.growth import follow, grow
+from tokenformer.growth.model import apply_plan, grow
 from tokenformer.growth.verify import verify
 
 SHAPES = {
@@ -47,7 +47,7 @@ def test_the_mlp_alone_is_exact_at_any_ratio(kind, ffn_dim):
 def test_other_ratios_the_block_form_and_stacking_change_the_function_and_say_so(how):
     model = lively(baseline())
     growth = planned(model, **how)
-    certificate = verify(model, follow(model, growth), random_ids(), growth)
+    certificate = verify(model, apply_plan(model, growth), random_ids(), growth)
     assert not certificate.exact and certificate.logit_relative > 1e-3
 
 

@@ -99,7 +99,7 @@ def test_appended_rows_under_a_large_beta2_are_said():
     model = build(config(layers=1, vocab=256))
     optimizer = torch.optim.AdamW(model.parameters())
     losses(model, optimizer, 1)
-    with pytest.warns(UserWarning, match="0.999 first updates are several times the rate"):
+    with pytest.warns(UserWarning, match="0.999 their first updates are several times the rate"):
         bigger = grow(model, ffn_tokens=60, new_tokens="zero_key", optimizer=optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

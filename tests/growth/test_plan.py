@@ -7,7 +7,8 @@ import pytest
 from growing import config
 
 from tokenformer import ModelConfig, UserError
-from tokenformer.growth import Growth, plan
+from tokenformer.config_growth import Growth
+from tokenformer.growth.plan import plan_growth
 from tokenformer.growth.recipes import Appended
 from tokenformer.models.names import ONE, own
 
@@ -20,11 +21,12 @@ NAMES += [f"text.blocks.{layer}.{rest}" for layer in (0, 1) for rest in LAYER] +
 
 def test_plans_import_and_work_without_torch():
     code = (
-        "import sys; sys.modules['torch'] = None; from tokenformer.growth import Growth, plan; "
+        "import sys; sys.modules['torch'] = None; from tokenformer.config_growth import Growth; "
+        "from tokenformer.growth.plan import plan_growth; "
         "from tokenformer.growth.stages import chain; from tokenformer.config import ModelConfig; "
         "tiny = ModelConfig(layers=1, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=4); "
         "name = 'blocks.0.ffn.segments.0.key_tokens'; "
-        "print(*plan(tiny, [name], Growth(ffn_tokens=20, layers=2)).recipes)"
+        "print(*plan_growth(tiny, [name], Growth(ffn_tokens=20, layers=2)).recipes)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -32,7 +34,7 @@ def test_plans_import_and_work_without_torch():
 
 
 def test_one_trunk_of_several_grows_and_the_rest_stays():
-    growth = plan(PAIR, NAMES, Growth(on="text.", ffn_tokens=60, layers=3), ends=ENDS, number=1)
+    growth = plan_growth(PAIR, NAMES, Growth(on="text.", ffn_tokens=60, layers=3), ends=ENDS, number=1)
     assert growth.config.trunk("text.").ffn_tokens == [48, 12] and growth.config.trunk("text.").layers == 3
     assert growth.config.trunk("image.") == PAIR.resolved().trunk("image.") and growth.event["on"] == "text."
     for name in [*NAMES[:5], "scale"]:
@@ -60,9 +62,9 @@ def test_one_trunk_of_several_grows_and_the_rest_stays():
 )
 def test_what_cannot_be_planned_is_refused_with_a_sentence(shape, how, sentence):
     with pytest.raises(UserError, match=sentence):
-        plan(shape, [], Growth(**how))
+        plan_growth(shape, [], Growth(**how))
 
 
 def test_a_name_that_nobody_declared_is_an_error():
     with pytest.raises(ValueError, match="'scale' is no parameter"):
-        plan(PAIR, NAMES, Growth(on="text.", ffn_tokens=60), ends={"image.norm.weight": ONE})
+        plan_growth(PAIR, NAMES, Growth(on="text.", ffn_tokens=60), ends={"image.norm.weight": ONE})

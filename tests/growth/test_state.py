@@ -7,8 +7,8 @@ import torch
 from growing import config, planned
 
 from tokenformer.config_train import OptimizerConfig
-from tokenformer.growth import apply, follow
-from tokenformer.growth.state import grow_state, warning
+from tokenformer.growth.model import apply_plan
+from tokenformer.growth.state import grow_state, warn_of_beta2
 from tokenformer.models import build
 from tokenformer.parallel.layout import Layout
 from tokenformer.train.optim import Optimizer
@@ -46,7 +46,7 @@ def updates(trained, **how):
     """RMS of each of 20 updates of keys and values, old and new rows, after a growth to three times the tokens."""
     model, optimizer = trained
     growth = planned(model, qkv_tokens=72, proj_tokens=60, ffn_tokens=144, **how)
-    bigger = follow(model, growth)
+    bigger = apply_plan(model, growth)
     new = Optimizer(Layout(bigger), optimizer.config)
     new.load_state_by_name(grow_state(growth, optimizer.state_by_name()))
     found = []
@@ -82,9 +82,9 @@ def test_no_rule_makes_first_updates_huge_at_the_official_betas(trained):
 @pytest.mark.parametrize("rule", ["segment", "zero_key"])
 def test_old_rows_keep_their_state_and_new_ones_begin_at_zero(trained, rule):
     model, optimizer = trained
-    state, tensors = optimizer.state_by_name(), {n: p.detach() for n, p in model.named_parameters()}
+    state = optimizer.state_by_name()
     growth = planned(model, ffn_tokens=144, new_tokens=rule)
-    grown = apply(growth, tensors, state).state
+    grown = grow_state(growth, state)
     name = "blocks.0.ffn.segments.0.key_tokens"
     if rule == "segment":
         assert set(grown) == set(state)  # the new segment is fresh, with its own step count
@@ -93,7 +93,6 @@ def test_old_rows_keep_their_state_and_new_ones_begin_at_zero(trained, rule):
     for key, tensor in state[name].items():
         assert torch.equal(grown[name][key] if tensor.ndim == 0 else grown[name][key][:48], tensor)
         assert tensor.ndim == 0 or (grown[name][key].shape == (144, 32) and not grown[name][key][48:].any())
-    assert apply(growth, tensors).state is None  # dropped, as the official code does
 
 
 def test_state_follows_its_block_when_blocks_are_put_between(trained):
@@ -106,7 +105,7 @@ def test_state_follows_its_block_when_blocks_are_put_between(trained):
 
 def test_appended_rows_warn_above_beta2_of_098():
     shape = config()
-    assert warning(planned(build(shape), ffn_tokens=60).recipes, 0.999) is None
+    assert warn_of_beta2(planned(build(shape), ffn_tokens=60).recipes, 0.999) is None
     appended = planned(build(shape), ffn_tokens=60, new_tokens="zero_value").recipes
-    assert warning(appended, 0.95) is None
-    assert "0.999" in (warning(appended, 0.999) or "")
+    assert warn_of_beta2(appended, 0.95) is None
+    assert "0.999" in (warn_of_beta2(appended, 0.999) or "")

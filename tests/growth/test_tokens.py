@@ -6,7 +6,8 @@ from growing import THETAS, config, lively, moved, planned, random_ids
 
 import tokenformer
 from tokenformer import UserError
-from tokenformer.growth import apply, follow, grow
+from tokenformer.growth.make import make_tensors
+from tokenformer.growth.model import apply_plan, grow
 from tokenformer.growth.verify import gradient, verify
 from tokenformer.models import build
 from tokenformer.strict import build as from_keys
@@ -46,7 +47,7 @@ def test_zero_keys_with_held_tau_are_exact_for_the_l2_and_l1_forms(theta, times)
 def test_the_other_rules_change_the_function_and_the_certificate_says_how_much(how):
     model = lively(config())
     growth = planned(model, qkv_tokens=48, proj_tokens=40, ffn_tokens=96, **how)
-    certificate = verify(model, follow(model, growth), random_ids(), growth)
+    certificate = verify(model, apply_plan(model, growth), random_ids(), growth)
     assert not certificate.exact and certificate.logit_relative > 1e-3
     assert certificate.loss_after != certificate.loss_before and certificate.alive
 
@@ -115,7 +116,7 @@ def test_layers_that_differ_get_what_each_lacks():
 def test_every_new_token_has_gradient_within_two_steps(rule):
     model = lively(config())
     growth = planned(model, qkv_tokens=48, proj_tokens=40, ffn_tokens=96, new_tokens=rule)
-    seen = gradient(follow(model, growth), random_ids(8, 32), growth)
+    seen = gradient(apply_plan(model, growth), random_ids(8, 32), growth)
     assert len(seen) == 10 and all(a.within_two == a.rows > 0 for a in seen.values())
     first, later = ("values", "keys") if rule == "segment" else ("keys", "values")
     if rule in ("segment", "zero_key"):  # one half at once, the other at the second step
@@ -138,7 +139,7 @@ def test_zero_keys_beside_values_that_never_trained_are_not_dead():
         ({"ffn_tokens": 60, "new_tokens": {"mlp": "segment"}}, "'mlp'"),
         ({"ffn_tokens": 60, "tau": "sqrt_n"}, "leave it out"),
         ({"ffn_tokens": 60, "tau": "foo"}, "hold or sqrt_n"),
-        ({"ffn_tokens": [60, 60]}, "give one number"),
+        ({"ffn_tokens": [60, 60]}, "give one whole number"),
         ({"ffn_tokens": 60, "new_tokens": "random", "tau": "free"}, "hold or sqrt_n"),
         ({"ffn_tokens": 60, "new_tokens": "random", "tau": {"qkv": "hold"}}, "no rows are appended"),
         ({}, "nothing to grow"),
@@ -201,10 +202,11 @@ def test_the_history_says_what_happened():
 def test_the_pure_function_needs_no_model():
     model = lively(config())
     tensors = {n: p.detach() for n, p in model.named_parameters()}
-    result = apply(planned(model, ffn_tokens=60), tensors)
-    assert result.state is None and result.tensors["embedding.weight"] is tensors["embedding.weight"]
-    bigger = build(result.config)
-    bigger.load_state_dict(result.tensors)
+    plan = planned(model, ffn_tokens=60)
+    made = dict(make_tensors(plan, tensors))
+    assert made["embedding.weight"] is tensors["embedding.weight"]
+    bigger = build(plan.config)
+    bigger.load_state_dict(made)
     assert moved(model, bigger) <= 5e-6
 
 

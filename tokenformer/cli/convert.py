@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
 def merged(opened, args: argparse.Namespace):
     """One segment a layer; says what that did to the loss."""
     from tokenformer.cli.grow import text_ids
-    from tokenformer.growth import merge_segments
+    from tokenformer.growth.merge import merge_segments
 
     ids = text_ids(args.text, opened, 1 << 14)
     model = merge_segments(opened.model, ids, force=args.merge_softmax)

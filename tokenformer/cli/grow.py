@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tokenformer.config import ModelConfig
-    from tokenformer.growth import Plan
+    from tokenformer.growth.recipes import Plan
     from tokenformer.growth.verify import Certificate
     from tokenformer.hub.open import Opened
 
@@ -57,10 +57,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import torch
 
-    from tokenformer import growth, hub
+    from tokenformer import hub
     from tokenformer.config import load
+    from tokenformer.config_growth import Growth
     from tokenformer.files import refuse_existing
-    from tokenformer.growth.make import tensors as made
+    from tokenformer.growth.make import make_tensors
+    from tokenformer.growth.model import apply_plan
+    from tokenformer.growth.plan import plan_growth
     from tokenformer.growth.verify import verify
     from tokenformer.hub.folder import write_folder
     from tokenformer.hub.open import open_model
@@ -75,13 +78,13 @@ def run(args: argparse.Namespace) -> None:
     config = opened.config.resolved()
     with torch.device("meta"):
         ends = build(config).ends
-    asked = growth.Growth(**(_given(args) | (_sizes(config, wanted) if wanted else {})))
-    plan = growth.plan(config, list(tensors), asked, ends=ends, seed=args.seed, number=len(history))
+    asked = Growth(**(_given(args) | (_sizes(config, wanted) if wanted else {})))
+    plan = plan_growth(config, list(tensors), asked, ends=ends, seed=args.seed, number=len(history))
     before, after = cost(config).parameters, cost(plan.config).parameters
     if not args.verify:
-        types = {name: dtypes[min(recipe.reads())] for name, recipe in plan.recipes.items()}
-        events = [*history, plan.event]
-        write_folder(args.out, plan.config, events, made(plan, tensors), types, opened.tokenizer_json, force=args.force)
+        types = {name: dtypes[recipe.source] for name, recipe in plan.recipes.items()}
+        events, made = [*history, plan.event], make_tensors(plan, tensors)
+        write_folder(args.out, plan.config, events, made, types, opened.tokenizer_json, force=args.force)
     else:
         width = max(dtype.itemsize for dtype in dtypes.values()) / 1e6
         print(
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         ids = {"random tokens": random_ids(config, args.seed)}
         if args.text:
             ids[args.text.name] = text_ids(args.text, opened, 1 << 13)
-        bigger = growth.follow(opened.model, plan, share=True)
+        bigger = apply_plan(opened.model, plan, share=True)
         show({what: verify(opened.model, bigger, i, plan) for what, i in ids.items()}, plan)
         hub.save(bigger, args.out, tokenizer_json=opened.tokenizer_json, force=args.force)
     print(f"{args.out}: {before:,} → {after:,} parameters")
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a `Growth` that were given."""
-    from tokenformer.growth import Growth
+    from tokenformer.config_growth import Growth
 
     given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Growth)}
     rules = args.new_tokens or []

@@ -1,4 +1,4 @@
-"""Growth of a user's own module: every Pattention layer in it gets more parameter tokens, with no config around it."""
+"""Grow a user's own module, which has no config: every Pattention layer in it gets more parameter tokens."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from tokenformer.errors import UserError
 from tokenformer.growth.make import fill_rows
 from tokenformer.growth.recipes import Appended, Recipe
 from tokenformer.growth.shape import Segments, total
-from tokenformer.growth.tokens import RULES, check_rule, more_segments, tau_of
+from tokenformer.growth.tokens import RULES, check_rule, choose_tau, grow_segments
 from tokenformer.models.init import draw
 from tokenformer.models.layers import Pattention, Segment
 from tokenformer.strict import need
@@ -22,7 +22,7 @@ HALVES = ("key_tokens", "value_tokens")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse a module that is around the one that can grow, or whose parameters are cut over ranks."""
+    """Refuse a wrapper around the module that can grow, and parameters that are sharded over ranks."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inside = ["module"]
     elif "_orig_mod" in dict(model.named_children()):  # what torch.compile makes
@@ -32,8 +32,8 @@ def refuse_wrapped(model: nn.Module) -> None:
         inside = [] if "" in inside else inside  # it is a model itself
     if inside:
         raise UserError(
-            f"{type(model).__name__} is around the model that can grow, its '{inside[0]}': grow that one, and put what "
-            "comes out in its place, or wrap it again"
+            f"{type(model).__name__} wraps the model that can grow, its '{inside[0]}': grow that one, then put "
+            "the result in its place or wrap it again"
         )
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise UserError("the model's parameters are sharded over ranks: grow it before it is sharded")
@@ -46,16 +46,17 @@ def plan_layers(
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Pattention)}
     need(bool(layers), f"{type(module).__name__} holds no Pattention layers: nothing in it can grow")
     targets = dict(tokens) if isinstance(tokens, Mapping) else dict.fromkeys(layers, tokens)
-    scale = tau_of({"ffn": rule}, tau).get("ffn", "")
+    tau_rule = choose_tau({"ffn": rule}, tau).get("ffn", "")
     found = {}
     for name, target in targets.items():
         need(name in layers, f"tokens names '{name}', but the Pattention layers are {', '.join(layers)}")
         need(type(target) is int and 0 < target <= 1 << 30, f"tokens of '{name}' is {target}: give a whole number")
         check_rule(rule, layers[name].theta)
-        parts = zip(layers[name].segments, layers[name].switch, strict=True)
-        old: Segments = [(len(s.key_tokens), s.tau, switch) for s, switch in parts]
-        new = more_segments(old, target, rule, scale, f"tokens is {target}, but '{name}' has")
-        found |= {name: (old, new)} if new != old else {}
+        segments = zip(layers[name].segments, layers[name].switch, strict=True)
+        old: Segments = [(len(s.key_tokens), s.tau, switch) for s, switch in segments]
+        new = grow_segments(old, target, rule, tau_rule, f"tokens is {target}, but '{name}' has")
+        if new != old:
+            found[name] = old, new
     need(bool(found), f"every layer has {tokens} parameter tokens already: give more")
     return found
 
@@ -75,7 +76,7 @@ def recipes_of(module: nn.Module, plans: Mapping[str, tuple[Segments, Segments]]
 def grow_layers(
     module: Module, plans: Mapping[str, tuple[Segments, Segments]], rule: str, seed: int, in_place: bool
 ) -> Module:
-    """The module with more parameter tokens: a copy, or itself. New values belong to (seed, tokens before, layer)."""
+    """Give a copy of the module, or itself, its new tokens, whose values depend on (seed, tokens before, layer)."""
     grown = module if in_place else copy.deepcopy(module)
     for name, (old, new) in plans.items():
         layer = grown.get_submodule(name)

@@ -1,65 +1,47 @@
-"""A plan → tensors, one at a time. New values belong to (seed, how many growths came before, name), never to a global
-random state, and take the width, type and device of the rows that they join.
+"""Make the tensors of a grown model from its plan and the old tensors, one at a time.
+
+New values depend on (seed, how many growths came before, name) and on no global random state. They take the width, type
+and device of the rows that they join.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.growth.recipes import ALL, Appended, Copied, Fill, Plan, Widened
-from tokenformer.growth.state import State, grow_state
 from tokenformer.models.init import draw, initial
 
 
-def tensors(plan: Plan, old: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def make_tensors(plan: Plan, old: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The new tensors one by one, layer by layer; from a lazy mapping the old ones are read as they are needed."""
     for name in plan.recipes:
-        yield name, make(plan, name, old)
+        yield name, make_tensor(plan, name, old)
 
 
-class Grown(NamedTuple):
-    """(config, tensors, optimizer state) after a growth, and what the history keeps of it."""
-
-    config: ModelConfig
-    tensors: dict[str, Tensor]
-    state: State | None
-    event: dict
-
-
-def apply(plan: Plan, old: Mapping[str, Tensor], state: State | None = None) -> Grown:
-    """Follow a plan for all tensors at once; the old ones stay as they are, and those that did not change are shared.
-
-    `state=None` drops the optimizer's state, as the official code does.
-    """
-    return Grown(plan.config, dict(tensors(plan, old)), None if state is None else grow_state(plan, state), plan.event)
-
-
-def make(plan: Plan, name: str, old: Mapping[str, Tensor]) -> Tensor:
+def make_tensor(plan: Plan, name: str, old: Mapping[str, Tensor]) -> Tensor:
     """One tensor of the grown model: the old one itself where nothing changes."""
     recipe = plan.recipes[name]
     if isinstance(recipe, Copied):
         tensor = old[recipe.old].detach().clone()
     elif isinstance(recipe, Widened):
-        tensor = _widened(plan, name, recipe, old[recipe.old])
+        tensor = _widen(plan, name, recipe, old[recipe.old])
     elif recipe.old is None:
         return _new_rows(plan, name, recipe, old)
     elif recipe.new_rows:
         tensor = torch.cat([old[recipe.old].detach(), _new_rows(plan, name, recipe, old)])
     else:
         tensor = old[recipe.old]
-    return _disturbed(plan, name, tensor, max(recipe.new_rows, 0)) if name in plan.noise else tensor
+    return _add_noise(plan, name, tensor, max(recipe.new_rows, 0)) if name in plan.noise else tensor
 
 
-def _disturbed(plan: Plan, name: str, tensor: Tensor, new_rows: int) -> Tensor:
-    """The tensor with random numbers added to its old rows, as a share of their RMS."""
+def _add_noise(plan: Plan, name: str, tensor: Tensor, new_rows: int) -> Tensor:
+    """Add random numbers to the old rows, as a share of their RMS."""
     rows, tensor = len(tensor) - new_rows, tensor.detach().clone()
-    numbers = draw(plan.seed, f"growth {plan.number} noise/{name}", (rows, *tensor.shape[1:])).to(tensor)
-    tensor[:rows] += numbers * (plan.noise[name] * rms([tensor[:rows]]))
+    noise = draw(plan.seed, f"growth {plan.number} noise/{name}", (rows, *tensor.shape[1:])).to(tensor)
+    tensor[:rows] += noise * (plan.noise[name] * rms([tensor[:rows]]))
     return tensor
 
 
@@ -76,20 +58,20 @@ def _new_rows(plan: Plan, name: str, recipe: Appended, old: Mapping[str, Tensor]
 def fill_rows(
     like: list[Tensor], rows: int, fill: Fill, seed: int, key: str, first: Callable[[tuple[int, ...]], Tensor]
 ) -> Tensor:
-    """So many new rows, with the width, type and device of those they are like; `first` begins as a new model does."""
+    """Make `rows` new rows with the width, type and device of `like`. `first(shape)`: the values of a new model."""
     shape = (rows, *like[0].shape[1:])
     if fill in ("zero", "one"):
         return like[0].new_full(shape, float(fill == "one"))
     size = rms(like) if fill == "matched" else 0.0
     if not math.isfinite(size):
-        raise UserError(f"what '{key}' is like holds values that are not finite: grow from weights that are whole")
-    # an RMS of 0 (values of a growth that never trained) would make dead rows: begin as a new model does
+        raise UserError(f"the old rows beside '{key}' hold values that are not finite: grow from weights that are")
+    # rows of RMS 0 (values of a growth that never trained) would be dead: begin as a new model does
     values = draw(seed, key, shape) * size if size else first(shape)
     return values.to(device=like[0].device, dtype=like[0].dtype)
 
 
 def rms(tensors: list[Tensor]) -> float:
-    """Root mean square over all of them.
+    """Root mean square over all tensors.
 
     >>> rms([torch.ones(2, 2), torch.full((2, 2), 7.0)])
     5.0
@@ -98,7 +80,8 @@ def rms(tensors: list[Tensor]) -> float:
     return math.sqrt(squares / max(1, sum(t.numel() for t in tensors)))
 
 
-def _widened(plan: Plan, name: str, recipe: Widened, tensor: Tensor) -> Tensor:
+def _widen(plan: Plan, name: str, recipe: Widened, tensor: Tensor) -> Tensor:
+    """Copy rows and columns, and divide the weights that read copies."""
     if not recipe.new_rows:
         return tensor
     old, key = tensor.detach(), f"growth {plan.number}/{name}"
@@ -118,12 +101,12 @@ def _widened(plan: Plan, name: str, recipe: Widened, tensor: Tensor) -> Tensor:
     per_unit = count[source.to(old.device)]
     new = old / (per_unit if dim == old.ndim - 1 else per_unit[:, None])
     if recipe.noise and old.ndim == 2:
-        noise = _cancelling(draw(plan.seed, key, tuple(new.shape)).to(new), source.to(new.device), count)
+        noise = _cancel(draw(plan.seed, key, tuple(new.shape)).to(new), source.to(new.device), count)
         new = new + noise * (recipe.noise * rms([new]))
     return new
 
 
-def _cancelling(noise: Tensor, source: Tensor, count: Tensor) -> Tensor:
-    """Noise (rows, units) less its mean over the copies of each unit: what reads the copies reads nothing of it."""
+def _cancel(noise: Tensor, source: Tensor, count: Tensor) -> Tensor:
+    """Subtract from noise (rows, units) its mean over the copies of each unit, so that it sums to zero over them."""
     sums = torch.zeros(len(noise), len(count), dtype=noise.dtype, device=noise.device).index_add_(1, source, noise)
     return noise - (sums / count)[:, source]

@@ -3,6 +3,7 @@
 Legend: T rows of data, D dim, N parameter tokens of one segment.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
@@ -12,16 +13,9 @@ from torch import Tensor, nn
 from tokenformer.config import PROJECTION_OF
 from tokenformer.models import LanguageModel, Pattention
 from tokenformer.models.layers import THETAS, Segment
-from tokenformer.models.names import Name
 from tokenformer.models.trunk import Block
 
 Where = tuple[int, str, int]  # layer, projection, segment
-
-
-def place_of(name: Name) -> Where:
-    """Where a parameter token stands."""
-    assert name.layer is not None and name.segment is not None
-    return name.layer, name.projection, name.segment
 
 
 def layers(model: nn.Module, on: str = "") -> Iterator[tuple[int, str, Pattention]]:
@@ -33,7 +27,7 @@ def layers(model: nn.Module, on: str = "") -> Iterator[tuple[int, str, Pattentio
 
 
 def segments(model: nn.Module, on: str = "") -> Iterator[tuple[Where, Segment]]:
-    """Every segment with where it stands."""
+    """Every segment of a trunk, and where it is."""
     for layer, name, module in layers(model, on):
         for i, segment in enumerate(module.segments):
             yield (layer, name, i), segment
@@ -42,22 +36,16 @@ def segments(model: nn.Module, on: str = "") -> Iterator[tuple[Where, Segment]]:
 @torch.no_grad()
 def each_activation(model: LanguageModel, ids: Tensor, visit: Callable[[Where, Tensor, Tensor], None]) -> None:
     """Run the model on ids (B, T), and call `visit(where, score_TN, activation_TN)` per segment and sample."""
+
+    def hook(layer: int, name: str, module: Pattention, _caller: nn.Module, inputs: tuple) -> None:
+        for i, (score_TN, active_TN) in enumerate(module.activations(inputs[0].flatten(0, -2))):
+            visit((layer, name, i), score_TN.double(), active_TN.double())
+
     hooks = []
-
-    def hook_of(layer: int, names: list[str], members: list[Pattention]) -> Callable:
-        def hook(_module: nn.Module, arguments: tuple) -> None:
-            x_TD = arguments[0].flatten(0, -2)
-            for name, member in zip(names, members, strict=True):
-                for i, (score_TN, active_TN) in enumerate(member.activations(x_TD)):
-                    visit((layer, name, i), score_TN.double(), active_TN.double())
-
-        return hook
-
-    for layer, block in enumerate(cast(Sequence[Block], model.blocks)):
-        found = {name: module for at, name, module in layers(model) if at == layer}
-        qkv = ["query", "key", "value"]  # one product: their input is the attention's
-        hooks.append(block.attention.register_forward_pre_hook(hook_of(layer, qkv, [found[name] for name in qkv])))
-        hooks += [found[n].register_forward_pre_hook(hook_of(layer, [n], [found[n]])) for n in ("proj", "ffn")]
+    for layer, name, module in layers(model):
+        # q, k and v are one product, in which no module is called: they read what their attention reads
+        caller = module if name in ("proj", "ffn") else cast(Block, model.blocks[layer]).attention
+        hooks.append(caller.register_forward_pre_hook(functools.partial(hook, layer, name, module)))
     try:
         for row in ids:
             model.hidden(row[None])
@@ -67,7 +55,7 @@ def each_activation(model: LanguageModel, ids: Tensor, visit: Callable[[Where, T
 
 
 def mass(score_TN: Tensor, theta: str) -> Tensor:
-    """The terms whose sum normalises a row: when some are left out, Θ of the others stays if τ² follows the sum.
+    """The terms whose sum normalises a row. Without some of them, Θ of the others stays if τ² shrinks with the sum.
 
     >>> mass(torch.tensor([[3.0, -4.0]]), "l2_norm_gelu")
     tensor([[ 9., 16.]])

@@ -1,7 +1,7 @@
 """Merge the segments of every layer into one, so that formats without segments can hold a grown model. Approximate.
 
-One normalisation replaces several, so each segment is rescaled until, on given text, its scores come out as large as
-they were: by its keys where Θ ignores their common scale (L2 before gelu, L1), by its values elsewhere.
+One normalisation replaces several, so each segment is rescaled such that, on given text, its normalised scores are as
+large as before: through its keys where Θ ignores their common scale (L2 before gelu, L1), else through its values.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenformer.config import PROJECTIONS
 from tokenformer.growth.make import rms
 from tokenformer.growth.measure import Where, each_activation, layers, mass
-from tokenformer.growth.model import hold
+from tokenformer.growth.model import with_tensors
 from tokenformer.growth.shape import Segments, sizes, table, total, with_table
 from tokenformer.growth.verify import loss
 from tokenformer.models import LanguageModel
@@ -41,33 +41,33 @@ def merge_segments(model: LanguageModel, ids: Tensor, *, force: bool = False) ->
         "keep the segments, or force it (--merge-softmax) and look at the loss",
     )
     need(not model.config.switch_names(), "segments that have switches cannot be merged: they would count always")
-    sums = measure(model, ids)
+    sums = mean_sums(model, ids)
     merged: dict[tuple[int, str], dict[str, Tensor]] = {}
     for layer, name, module in layers(model):
         keys = [s.key_tokens.detach() for s in module.segments]
         values = [s.value_tokens.detach() for s in module.segments]
         if len(keys) > 1:
             taus = [s.tau for s in module.segments]
-            of_layer = [sums[layer, name, i] for i in range(len(keys))]
-            keys, values = rescaled(keys, values, taus, of_layer, theta)
+            own = [sums[layer, name, i] for i in range(len(keys))]
+            keys, values = rescale(keys, values, taus, own, theta)
         merged[layer, name] = {"key": torch.cat(keys), "value": torch.cat(values)}
     tensors = {}
     for text, parameter in model.named_parameters():
         name = parse(text, model.ends)
         if name.layer is None or name.segment is None:
             tensors[text] = parameter.detach()
-        elif name.segment == 0:  # holds all
+        elif name.segment == 0:  # which holds all of them now
             tensors[text] = merged[name.layer, name.projection][name.role.kind]
-    config = with_table(model.config, {w: [_one(s) for s in of] for w, of in table(model.config).items()})
+    config = with_table(model.config, {w: [_merged(s) for s in own] for w, own in table(model.config).items()})
     before = {f"{w}_tokens": getattr(model.config, f"{w}_tokens") for w in PROJECTIONS}
     event = {"what": "merge_segments", "number": len(model.history), "before": before, "after": sizes(config)}
-    one = hold(model, config, tensors, event)
-    event |= {"loss_before": loss(model, ids), "loss_after": loss(one, ids)}
-    return one
+    merged_model = with_tensors(model, config, tensors, event)
+    event |= {"loss_before": loss(model, ids), "loss_after": loss(merged_model, ids)}
+    return merged_model
 
 
-def measure(model: LanguageModel, ids: Tensor) -> dict[Where, float]:
-    """How large a segment's normalising sum is, in the mean over rows; for softmax its share of all exponentials."""
+def mean_sums(model: LanguageModel, ids: Tensor) -> dict[Where, float]:
+    """The mean over rows of each segment's normalising sum; for softmax, of its share of all exponentials."""
     found: dict[Where, list[Tensor]] = {}
     theta = model.config.theta
 
@@ -86,23 +86,23 @@ def measure(model: LanguageModel, ids: Tensor) -> dict[Where, float]:
     return shares
 
 
-def rescaled(
+def rescale(
     keys: list[Tensor], values: list[Tensor], taus: list[float], sums: list[float], theta: str
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values under one normalisation with τ² = Στ², such that each row comes out as before in the mean."""
+    """Rescale keys or values for one normalisation with τ² = Στ², such that the mean row is as large as before."""
     square, whole = sum(t * t for t in taus), sum(sums)
     power = THETAS[theta].power
-    if THETAS[theta].scale_free:  # τ² of each share of the sum
+    if THETAS[theta].scale_free:
         scales = [(t * t / max(s, 1e-300)) ** power for t, s in zip(taus, sums, strict=True)]
         new = [k * c for k, c in zip(keys, scales, strict=True)]
-        common = rms(keys) / max(rms(new), 1e-300)  # as large as they were, for an optimizer that goes on
+        common = rms(keys) / max(rms(new), 1e-300)  # the RMS that they had, for the optimizer of a later run
         return [k * common for k in new], values
     ratio = [(t * t * whole / max(s * square, 1e-300)) ** power for t, s in zip(taus, sums, strict=True)]
     return keys, [v * c for v, c in zip(values, ratio, strict=True)]
 
 
-def _one(segments: Segments) -> Segments:
-    """What one segment in place of these is."""
+def _merged(segments: Segments) -> Segments:
+    """The one segment in place of these."""
     if len(segments) == 1:
         return segments
     count, square = total(segments), sum(t * t for _, t, _ in segments)

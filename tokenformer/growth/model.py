@@ -1,4 +1,4 @@
-"""Growth of a model as it stands: a plan, its tensors, a module around them. And the view of the first segments."""
+"""Grow a model in memory: plan, make the tensors, build the bigger module around them. And `slice`, the way back."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ from tokenformer.config import ModelConfig
 from tokenformer.config_growth import Growth
 from tokenformer.errors import UserError
 from tokenformer.growth.layers import Module, grow_layers, plan_layers, recipes_of, refuse_wrapped
-from tokenformer.growth.make import tensors
-from tokenformer.growth.plan import plan
+from tokenformer.growth.make import make_tensors
+from tokenformer.growth.plan import plan_growth
 from tokenformer.growth.recipes import Plan, Recipe
 from tokenformer.growth.shape import table, trunk_of, with_table
-from tokenformer.growth.state import carry, check_optimizer
+from tokenformer.growth.state import carry_optimizer, check_optimizer
 from tokenformer.models import LanguageModel
 from tokenformer.models.names import parse
 from tokenformer.strict import need
@@ -45,21 +45,21 @@ def grow(
     share: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Module:
-    """A bigger model that computes the same. Sizes are totals afterwards; the old model stays as it is.
+    """Return a bigger model that computes the same. Sizes are totals afterwards; the old model is not changed.
 
-    `new_tokens`: `segment` (default: its own normalisation; exact for every Θ), `zero_key` (exact with held τ, not for
-    softmax), `zero_value`, `random` (the official rule); for all, or one each: `{"ffn": "random", "qkv": "segment"}`.
-    `tau` of appended rows: `hold` (default of `zero_key`) or `sqrt_n`. `layers` puts identity blocks in: `positions` is
-    `even` (default), `end` or their layer numbers. `on` says which trunk of a model of several. To compare with:
-    `new_layers="stack"` copies blocks, `dim` and `ffn_dim` widen by Net2Net (`widen="block"`: the paper's form). With
-    `share` the Parameters that did not change are the old model's own; otherwise they are copied.
+    `new_tokens`: `segment` (default: its own normalisation; exact for every Θ), `zero_key` (exact with τ held, not for
+    softmax), `zero_value`, `random` (the official rule); one for all, or `{"ffn": "random", "qkv": "segment"}`.
+    `tau` of appended rows: `hold` (default of `zero_key`) or `sqrt_n`. `layers` inserts identity blocks: `positions` is
+    `even` (default), `end` or their layer numbers. `on`: which trunk of a model that has several. Rivals to compare
+    with: `new_layers="stack"` copies blocks, `dim` and `ffn_dim` widen by Net2Net (`widen="block"`: the paper's form).
+    With `share` the Parameters that did not change are the old model's own; otherwise they are copied.
 
-    `optimizer` is the torch optimizer of your own loop: from here on it trains the grown model. Its groups and settings
-    stay, old rows keep their state, new ones begin fresh, so the loss does not jump. AdamW, SGD and all that keep
-    tensors of a parameter's shape; others are refused.
+    `optimizer`: the torch optimizer of your own loop; from here on it trains the grown model. Its groups and settings
+    stay, old rows keep their state and new ones begin fresh, so the loss does not jump. It may be AdamW, SGD or any
+    other that keeps tensors of a parameter's shape.
 
     A module of your own grows by `tokens`: so many for each Pattention layer in it, or `{"mlp.up": 256}`. It is copied,
-    or grows in place with `share`. Of DDP, a compiled or a Hugging Face model, grow what is inside and wrap it again.
+    or grows in place with `share`. Of DDP, a compiled or a Hugging Face model, grow what it wraps and wrap it again.
 
     >>> from tokenformer.config import ModelConfig
     >>> from tokenformer.models import build
@@ -79,19 +79,19 @@ def grow(
         check_optimizer(optimizer, old)
     bigger, recipes = _grown(model, Growth(**given), tokens, seed, share)
     if optimizer is not None:
-        carry(optimizer, old, dict(bigger.named_parameters()), recipes)
+        carry_optimizer(optimizer, old, dict(bigger.named_parameters()), recipes)
     return bigger
 
 
 def _grown(
     model: Module, growth: Growth, tokens: int | Mapping[str, int] | None, seed: int, share: bool
 ) -> tuple[Module, Mapping[str, Recipe]]:
-    """The grown model, or user's own module, and the recipe of each of its parameters."""
+    """Grow one of our models, or a user's own module. Also returns the recipe of each parameter."""
     if hasattr(model, "trunks"):
         need(tokens is None, "tokens is for a module of your own: give qkv_tokens, proj_tokens or ffn_tokens")
         plan = plan_for(cast(LanguageModel, model), growth, seed)
         refuse_frozen(model, plan.recipes)
-        return cast(Module, follow(cast(LanguageModel, model), plan, share=share)), plan.recipes
+        return cast(Module, apply_plan(cast(LanguageModel, model), plan, share=share)), plan.recipes
     rule, tau = growth.new_tokens or "segment", growth.tau
     only = dataclasses.replace(growth, new_tokens=None, tau=None) == Growth()
     if tokens is None or not only or not isinstance(rule, str) or not isinstance(tau, str | None):
@@ -106,7 +106,7 @@ def _grown(
 
 
 def refuse_frozen(model: nn.Module, recipes: Mapping[str, Recipe]) -> None:
-    """Rows that are appended to a frozen parameter would never learn."""
+    """Refuse to append rows to a frozen parameter: they would never learn."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     for recipe in recipes.values():
         need(
@@ -117,42 +117,41 @@ def refuse_frozen(model: nn.Module, recipes: Mapping[str, Recipe]) -> None:
 
 
 def plan_for(model: LanguageModel, growth: Growth, seed: int = 0) -> Plan:
-    """The plan of a growth of this model, which comes after those of its history."""
+    """Plan a growth of this model, numbered after those in its history."""
     names = [name for name, _ in model.named_parameters()]
-    return plan(model.config, names, growth, ends=model.ends, seed=seed, number=len(model.history))
+    return plan_growth(model.config, names, growth, ends=model.ends, seed=seed, number=len(model.history))
 
 
-def follow(model: Model, growth: Plan, *, share: bool = False) -> Model:
-    """The model after a growth that was planned."""
+def apply_plan(model: Model, plan: Plan, *, share: bool = False) -> Model:
+    """Build the grown model. A parameter is frozen where the old one was."""
     old = dict(model.named_parameters())
     made: dict[str, Tensor] = {}
-    for name, tensor in tensors(growth, old):
-        kept = growth.recipes[name].old
-        alike = kept is not None and tensor is old[kept]
-        made[name] = tensor.detach().clone() if alike and not share else tensor
-    new = hold(model, growth.config, made, growth.event)
+    for name, tensor in make_tensors(plan, old):
+        same = tensor is old.get(plan.recipes[name].old or "")
+        made[name] = tensor.detach().clone() if same and not share else tensor
+    new = with_tensors(model, plan.config, made, plan.event)
     for name, parameter in new.named_parameters():
-        kept = growth.recipes[name].old
+        kept = plan.recipes[name].old
         parameter.requires_grad_(kept is None or old[kept].requires_grad)
     return new
 
 
-def hold(model: Model, config: ModelConfig, tensors: Mapping[str, Tensor], event: dict) -> Model:
-    """A model of this one's class around other tensors, without a copy; Parameters stay the same objects."""
+def with_tensors(model: Model, config: ModelConfig, tensors: Mapping[str, Tensor], event: dict) -> Model:
+    """Build a model of this class around other tensors, without a copy: Parameters stay the same objects."""
     with torch.device("meta"):
         new = type(model)(config)
     frozen = [t for t in tensors.values() if isinstance(t, nn.Parameter) and not t.requires_grad]
     new.load_state_dict(tensors, assign=True)
     for parameter in frozen:
-        parameter.requires_grad_(False)  # assignment turned it on
+        parameter.requires_grad_(False)  # load_state_dict turned it on
     new.history, new.compute_dtype = [*model.history, event], model.compute_dtype
     return new.train(model.training)
 
 
 def slice(model: Model, *, segments: int, on: str = "") -> Model:
-    """The model that the first segments of every layer make: a view, its Parameters are those of the whole.
+    """Return the model of the first segments of every layer: a view, whose Parameters are those of the whole model.
 
-    A layer with fewer segments keeps all. After growth by segments this is the model before, trained since then.
+    A layer with fewer segments keeps all. After growth by segments this is the small model, with what it learned since.
 
     >>> from tokenformer.config import ModelConfig
     >>> from tokenformer.models import build
@@ -167,10 +166,10 @@ def slice(model: Model, *, segments: int, on: str = "") -> Model:
     need(trunk.kind == "tokenformer", f"kind {trunk.kind} has no segments to choose from")
     cut = {which: [s[:segments] for s in layers] for which, layers in table(trunk).items()}
 
-    def stays(name: str) -> bool:
+    def is_kept(name: str) -> bool:
         found = parse(name, model.ends)
         return found.segment is None or found.trunk != on or found.segment < segments
 
-    parameters = {name: p for name, p in model.named_parameters() if stays(name)}
+    parameters = {name: p for name, p in model.named_parameters() if is_kept(name)}
     event = {"what": "slice", "segments": segments, "number": len(model.history)}
-    return hold(model, model.config.with_trunk(on, with_table(trunk, cut)), parameters, event)
+    return with_tensors(model, model.config.with_trunk(on, with_table(trunk, cut)), parameters, event)

@@ -1,7 +1,7 @@
-"""Other ways to grow, to compare with: Net2Net widening, the block form of the TokenFormer paper, stacking of blocks.
+"""Rivals of growth by tokens: Net2Net widening, the block form of the TokenFormer paper, stacking of blocks.
 
-Unusual: copies of a unit share its outgoing weights unequally, by noise that cancels between them, so that they can
-part in training while the function stays the same (HyperCloning's idea; with equal copies they would stay equal).
+Unusual: the outgoing weights of a unit are divided among its copies unequally, by noise that sums to zero over the
+copies. The function stays the same, and the copies can become different in training (HyperCloning's idea).
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from tokenformer.models.names import Name
 from tokenformer.strict import need
 
 
-def widen(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Plan:
-    """Wider by copies of units. Exact where the new dim is a whole multiple (heads are copied whole, so that rotary
-    positions stay theirs), and for any `ffn_dim` alone; other ratios move LayerNorm's statistics. `widen: block` is the
-    paper's form and preserves nothing.
+def plan_widening(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Plan:
+    """Plan a wider model by copying units. Exact where the new dim is a whole multiple (whole heads are copied, so
+    rotary positions stay right), and for any `ffn_dim` alone; other ratios move LayerNorm's statistics.
+    `widen: block` is the paper's form and preserves nothing.
 
     >>> tiny = ModelConfig(kind="transformer", layers=1, dim=32, heads=4)
-    >>> wider = widen(tiny, [], Growth(dim=64))
+    >>> wider = plan_widening(tiny, [], Growth(dim=64))
     >>> wider.config.dim, wider.config.heads, wider.config.mlp_dim, wider.exact
     (64, 8, 256, True)
     """
@@ -31,7 +31,7 @@ def widen(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Plan:
         config.of == "language" and not growth.on,
         "widening is for language models, whose embedding, norm and head it knows: give tokens or layers",
     )
-    need(growth.alone("dim", "ffn_dim"), "widening is a growth of its own: give tokens and layers to another one")
+    need(growth.alone("dim", "ffn_dim"), "widening is a growth of its own: grow tokens and layers in another one")
     wide = config.dim if dim is None else dim
     need(wide >= config.dim, f"dim is {wide}, but the model has {config.dim} already: give more")
     need(
@@ -63,7 +63,7 @@ def widen(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Plan:
 def _widened(
     name: Name, config: ModelConfig, stream: Size, keys: Size, hidden: Size, rule: str, noise: float
 ) -> Widened:
-    """What happens to one parameter, by its role and by what it reads and writes."""
+    """The recipe of one parameter, from its role and from what it reads and writes."""
     rows: Size | None = None
     columns: Size | None = None
     divide: str | None = None
@@ -84,10 +84,10 @@ def _widened(
     return Widened(name.text, rows, columns, divide, rule == "block", noise)
 
 
-def stack(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Plan:
-    """Deeper by copies of the whole stack: block l of the new model is block l mod L. Changes the function.
+def plan_stacking(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Plan:
+    """Plan a deeper model by copying the whole stack: block l is old block l mod L. Changes the function.
 
-    >>> stack(ModelConfig(kind="transformer", layers=2, dim=32, heads=4), [], Growth(layers=4)).config.layers
+    >>> plan_stacking(ModelConfig(kind="transformer", layers=2, dim=32, heads=4), [], Growth(layers=4)).config.layers
     4
     """
     need(growth.layers is not None and growth.alone("layers"), "stacking is a growth of its own: give layers alone")

@@ -1,6 +1,6 @@
-"""What a plan consists of: for each parameter of the grown model, a recipe that says where its rows come from.
+"""A plan holds a recipe for each parameter of the grown model, which says where its rows come from.
 
-A recipe is plain data and needs no torch; make.py follows it, state.py follows it for what an optimizer keeps.
+A recipe is plain data and needs no torch. make.py makes tensors by it, state.py the state that an optimizer keeps.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tokenformer.models.names import Role
 
 Fill = Literal["zero", "one", "matched", "official"]
 Size = tuple[int, int]  # units before and after; unit j after is a copy of unit j mod before
-ALL = -1  # as many new rows as the parameter has that they are like
+ALL = -1  # new_rows: all rows are new, as many as the parameter `like` has
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,15 @@ class Appended:
     fill: Fill = "zero"  # matched: random with the RMS of `like`; official: the initialisation of a new model
     like: tuple[str, ...] = ()  # old parameters whose width, type and RMS the new rows take
 
-    def reads(self) -> set[str]:
-        return {*self.like, *([self.old] if self.old else [])}
+    @property
+    def source(self) -> str:
+        """The old parameter whose type, and whose place in an optimizer, this one takes."""
+        return self.old or self.like[0]
 
 
 @dataclass(frozen=True)
 class Widened:
-    """An old parameter with rows and columns copied, and weights that read copies divided between them."""
+    """An old parameter with rows and columns copied; a weight that reads copied units is divided between the copies."""
 
     old: str
     rows: Size | None = None
@@ -43,8 +45,9 @@ class Widened:
     def new_rows(self) -> int:
         return ALL if self.rows or self.columns else 0
 
-    def reads(self) -> set[str]:
-        return {self.old}
+    @property
+    def source(self) -> str:
+        return self.old
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,9 @@ class Copied:
     old: str
     new_rows = ALL
 
-    def reads(self) -> set[str]:
-        return {self.old}
+    @property
+    def source(self) -> str:
+        return self.old
 
 
 Recipe = Appended | Widened | Copied
@@ -68,9 +72,9 @@ class Plan:
     config: ModelConfig
     recipes: Mapping[str, Recipe]
     event: dict
-    exact: bool  # the rule leaves every output as it was, up to rounding
-    noise: Mapping[str, float] = field(default_factory=dict)  # parameter → random numbers on old rows, by their RMS
-    ends: Mapping[str, Role] = field(default_factory=dict)  # what the model declares outside its blocks
+    exact: bool  # the rule changes no output beyond rounding
+    noise: Mapping[str, float] = field(default_factory=dict)  # parameter → noise on its old rows, by their RMS
+    ends: Mapping[str, Role] = field(default_factory=dict)  # roles of the parameters outside the blocks
 
     @property
     def seed(self) -> int:

@@ -1,4 +1,4 @@
-"""How many parameter tokens each layer has, as a plain table, and back into a config with as few overrides as can be.
+"""How many parameter tokens each layer has, as a plain table, and back into a config with as few overrides as possible.
 
 Unusual: growth and shrinking change the table alone; which layers need an override is decided here and nowhere else.
 """
@@ -32,7 +32,7 @@ def table(config: ModelConfig) -> Table:
 
 
 def with_table(config: ModelConfig, segments: Table) -> ModelConfig:
-    """The config of a model with these segments: what most layers have stands for all, the others are overrides.
+    """The config of a model with these segments: what most layers have, and an override for each layer that differs.
 
     >>> tiny = ModelConfig(layers=2, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=4)
     >>> with_table(tiny, {**table(tiny), "ffn": [[(4, 2.0, "")], [(4, 2.0, ""), (9, 3.0, "")]]}).segments("ffn", 1)
@@ -51,7 +51,7 @@ def with_table(config: ModelConfig, segments: Table) -> ModelConfig:
 
 
 def _keys(projections: dict[str, Segments]) -> dict[str, Any]:
-    """The config's keys that say this: `ffn_tokens: 64` for one segment, a list for several, every τ, and switches."""
+    """The config keys of these segments: `ffn_tokens: 64` for one segment, a list for several, every τ, switches."""
     counts = {w: [n for n, _, _ in s] for w, s in projections.items()}
     switches = {w: [switch for _, _, switch in s] for w, s in projections.items()}
     tokens = {f"{w}_tokens": n if len(n) > 1 else n[0] for w, n in counts.items()}
@@ -73,11 +73,11 @@ def total(segments: Segments) -> int:
 
 
 def sizes(config: ModelConfig) -> dict:
-    """What a history says of a model: layers, and parameter tokens (one number, or one per layer where they differ)."""
-    said: dict = {"layers": config.layers}
+    """The sizes that a history keeps: layers, and parameter tokens (one number, or one per layer where they differ)."""
+    found: dict = {"layers": config.layers}
     if config.kind != "tokenformer":
-        return {**said, "dim": config.dim, "ffn_dim": config.mlp_dim}
+        return {**found, "dim": config.dim, "ffn_dim": config.mlp_dim}
     for which, layers in table(config).items():
         counts = [total(s) for s in layers]
-        said[f"{which}_tokens"] = counts[0] if len(set(counts)) == 1 else counts
-    return said
+        found[f"{which}_tokens"] = counts[0] if len(set(counts)) == 1 else counts
+    return found

@@ -1,7 +1,7 @@
-"""Fewer parameter tokens: those that do least on given text, or the newest, go; τ follows what is left.
+"""Remove the parameter tokens that do least on given text, or the newest, and adapt τ to those that are left.
 
-Importance of token j is the energy of what it adds to the output, Σ over rows of ‖S_j·v_j‖², summed in float64 over
-all the text that is given (nothing sampled or approximated). q, k and v keep equally many, each its own tokens.
+The importance of token j is the energy of what it adds to the output, Σ over rows of ‖S_j·v_j‖², summed in float64
+over all of the text. q, k and v keep equally many tokens, each its own.
 """
 
 import math
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tokenformer.config import PROJECTION_OF, PROJECTIONS, ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.growth.measure import Where, each_activation, mass, place_of, segments
-from tokenformer.growth.model import Model, hold
+from tokenformer.growth.measure import Where, each_activation, mass, segments
+from tokenformer.growth.model import Model, with_tensors
 from tokenformer.growth.shape import Table, sizes, table, total, trunk_of, with_table
 from tokenformer.growth.verify import loss
 from tokenformer.models import LanguageModel
@@ -23,7 +23,7 @@ from tokenformer.strict import need
 
 
 def energy(model: LanguageModel, ids: Tensor) -> dict[Where, Tensor]:
-    """Σ over rows of ‖S_j·v_j‖² for each token j of each segment, exactly, in float64."""
+    """Σ over rows of ‖S_j·v_j‖² for each token j of each segment, in float64."""
     sums: dict[Where, Tensor] = {}
 
     def visit(where: Where, _score_TN: Tensor, active_TN: Tensor) -> None:
@@ -46,13 +46,13 @@ def shrink(
     across: str = "layer",
     tau: str | None = None,
 ) -> Model:
-    """A smaller model. Sizes are totals afterwards, for each layer; `ratio` is the share that stays instead.
+    """Return a smaller model. Sizes are totals afterwards, per layer; or give `ratio`, the share of tokens to keep.
 
-    `by`: `energy` (needs ids (B, T) of real text) or `newest` (the last rows of the last segments go first).
-    `across`: every layer keeps as many (`layer`), or as many are kept in all layers together, where they do most
-    (`model`). `tau`: `match` (such that Θ of what stays is as large as it was, in the mean over the ids; the default
-    with ids, measured best), `sqrt_n` (times the root of the share of tokens that stay; the default without) or `hold`.
-    With ids, the change in loss stands in the history. `on` says which trunk of a model of several (by newest alone).
+    `by`: `energy` (needs ids (B, T) of real text) or `newest` (the last rows of the last segments are removed first).
+    `across`: every layer keeps equally many (`layer`), or all layers together keep so many, the strongest (`model`).
+    `tau`: `match` (Θ of the kept tokens is as large as before, in the mean over the ids; the default with ids, measured
+    best), `sqrt_n` (times the root of the share of tokens kept; the default without ids) or `hold`. With ids the
+    history says how the loss changed. `on`: which trunk of a model that has several (by newest alone).
 
     >>> from tokenformer.config import ModelConfig
     >>> from tokenformer.models import build
@@ -73,23 +73,23 @@ def shrink(
         raise UserError(
             f"shrinking by {by} with tau={tau} measures on text: give token ids, or by=newest with another tau"
         )
-    need(ids is None or not on, "a text is measured on by language models alone: leave the ids out, with by=newest")
+    need(ids is None or not on, "only language models can be measured on text: leave the ids out, with by=newest")
     need(
         ids is None or not trunk.switch_names(),
-        "a model with switches is measured without them, which says nothing of their segments: give by=newest, no ids",
+        "measuring on text runs no switched segments, so it says nothing of them: give by=newest and no ids",
     )
-    need(by == "energy" or across == "layer", "the newest tokens are taken from every layer: leave across out")
+    need(by == "energy" or across == "layer", "the newest tokens are removed from every layer: leave across out")
     if by == "newest":
-        kept = _newest(old, budget)
+        kept = _keep_oldest(old, budget)
     else:
         assert ids is not None
-        kept = _strongest(energy(model, ids), old, budget, across)
-    scales = _scales(model, on, ids, kept, tau)
-    return _cut(model, on, kept, scales, ids, {"by": by, "across": across, "tau": tau})
+        kept = _keep_strongest(energy(model, ids), old, budget, across)
+    taus = _new_taus(model, on, ids, kept, tau)
+    return _keep_rows(model, on, kept, taus, ids, {"by": by, "across": across, "tau": tau})
 
 
 def _budget(config: ModelConfig, targets: Mapping[str, int], ratio: float | None) -> dict[str, list[int]]:
-    """How many tokens of each kind each layer keeps (all layers together, where they share)."""
+    """How many tokens of each kind each layer keeps; across the model, only their sum counts."""
     need(config.kind == "tokenformer", f"kind {config.kind} has no parameter tokens to remove")
     need(bool(targets) != (ratio is not None), "give how many tokens stay (qkv, proj, ffn), or a ratio, and not both")
     need(ratio is None or 0 < ratio < 1, f"ratio is {ratio}: it is the share that stays, between 0 and 1")
@@ -110,8 +110,8 @@ def _budget(config: ModelConfig, targets: Mapping[str, int], ratio: float | None
     return found
 
 
-def _newest(old: Table, budget: dict[str, list[int]]) -> dict[Where, Tensor]:
-    """The first rows stay."""
+def _keep_oldest(old: Table, budget: dict[str, list[int]]) -> dict[Where, Tensor]:
+    """The rows to keep where the newest are removed: the first ones."""
     kept: dict[Where, Tensor] = {}
     for name, which in PROJECTION_OF.items():
         for layer, of_layer in enumerate(old[which]):
@@ -122,12 +122,12 @@ def _newest(old: Table, budget: dict[str, list[int]]) -> dict[Where, Tensor]:
     return kept
 
 
-def _strongest(
+def _keep_strongest(
     energies: dict[Where, Tensor], old: Table, budget: dict[str, list[int]], across: str
 ) -> dict[Where, Tensor]:
-    """The rows with most energy stay. The r-th strongest of q, of k and of v stand or fall together.
+    """The rows to keep where the weakest are removed. The r-th strongest of q, k and v are kept or removed together.
 
-    Over all layers shares of a layer's energy are compared: the layers' streams have different sizes.
+    Across layers a token's share of its layer's energy is compared, since the activations of layers differ in size.
     """
     kept: dict[Where, Tensor] = {}
     for which in PROJECTIONS:
@@ -147,7 +147,7 @@ def _strongest(
         groups = [(every, sum(budget[which]))] if across == "model" else [([k], budget[which][k]) for k in every]
         for group, keep in groups:
             among = [(layer, i) for _, layer, i in pool if layer in group]
-            first = [next(entry for entry in among if entry[0] == layer) for layer in group]  # none is left empty
+            first = [next(entry for entry in among if entry[0] == layer) for layer in group]  # no layer is left empty
             for entry in first:
                 among.remove(entry)
             counts.update([*first, *among][:keep])
@@ -158,10 +158,10 @@ def _strongest(
     return kept
 
 
-def _scales(
+def _new_taus(
     model: LanguageModel, on: str, ids: Tensor | None, kept: dict[Where, Tensor], tau: str
 ) -> dict[Where, float]:
-    """τ of what stays of each segment."""
+    """τ of the kept part of each segment."""
     whole = {where: s.tau for where, s in segments(model, on)}
     if tau == "hold":
         return whole
@@ -174,9 +174,8 @@ def _scales(
         layer, name, i = where
         mass_TN = mass(score_TN, model.config.theta)
         all_T, part_T = mass_TN.sum(-1), mass_TN[:, kept[where].to(mass_TN.device)].sum(-1)
-        shares.setdefault((layer, PROJECTION_OF[name], i), []).append(
-            (part_T / all_T)[all_T > 0]
-        )  # q, k and v have one τ
+        one_tau = layer, PROJECTION_OF[name], i  # q, k and v have the same
+        shares.setdefault(one_tau, []).append((part_T / all_T)[all_T > 0])
 
     each_activation(model, ids, visit)
     mean = {where: torch.cat(parts).mean().item() for where, parts in shares.items()}
@@ -185,16 +184,16 @@ def _scales(
     }
 
 
-def _cut(
-    model: Model, on: str, kept: dict[Where, Tensor], scales: dict[Where, float], ids: Tensor | None, how: dict
+def _keep_rows(
+    model: Model, on: str, kept: dict[Where, Tensor], taus: dict[Where, float], ids: Tensor | None, how: dict
 ) -> Model:
-    """The model of the rows that stay; a segment without any is gone."""
+    """Build the model of the kept rows. A segment without any is removed."""
     trunk = trunk_of(model.config, on)
     first = {kind: name for name, kind in reversed(PROJECTION_OF.items())}  # q, k and v keep equally many
     new: Table = {
         which: [
             [
-                (len(kept[at]), scales[at], switch)
+                (len(kept[at]), taus[at], switch)
                 for i, (_, _, switch) in enumerate(of_layer)
                 if len(kept[at := (layer, first[which], i)])
             ]
@@ -205,16 +204,16 @@ def _cut(
     tensors, numbers = {}, Counter[str]()
     for text, parameter in model.named_parameters():
         name = parse(text, model.ends)
-        if not name.token or name.trunk != on:
+        if name.layer is None or name.segment is None or name.trunk != on:
             tensors[text] = parameter.detach().clone()
-        elif len(rows := kept[place_of(name)]):  # the segments that are left are numbered anew
+        elif len(rows := kept[name.layer, name.projection, name.segment]):  # segments that are left are numbered anew
             path = name._replace(segment=0).text
             tensors[name._replace(segment=numbers[path]).text] = parameter.detach()[rows.to(parameter.device)]
             numbers[path] += 1
     config = with_table(trunk, new)
     event = {"what": "shrink", "number": len(model.history), **({"on": on} if on else {}), **how}
     event |= {"before": sizes(trunk), "after": sizes(config)}
-    smaller = hold(model, model.config.with_trunk(on, config), tensors, event)
+    smaller = with_tensors(model, model.config.with_trunk(on, config), tensors, event)
     if ids is not None:
         event |= {"loss_before": loss(model, ids), "loss_after": loss(smaller, ids)}
     return smaller

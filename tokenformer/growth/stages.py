@@ -1,6 +1,6 @@
-"""Growth inside a run as pure decisions: which models it passes through, whether it is time, what the rate is.
+"""Growth inside a run: which models the run passes through, whether a growth is due, what the rate is after it.
 
-What must survive a restart is small: the steps at which growths happened and the losses that a plateau is seen in.
+Pure functions of the config and of `Progress`, which is small and kept in a checkpoint.
 """
 
 import itertools
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from tokenformer.config import ModelConfig
 from tokenformer.config_growth import GrowthStage
 from tokenformer.config_train import ScheduleConfig
-from tokenformer.growth.plan import plan
+from tokenformer.growth.plan import plan_growth
 from tokenformer.strict import need
 
 
 def chain(model: ModelConfig, stages: Sequence[GrowthStage]) -> list[ModelConfig]:
-    """The models of a run: the first, and the one after each growth. Refuses what cannot be grown, before any step.
+    """The configs of a run's models: the first, and the one after each growth. Refuses an impossible growth.
 
     >>> tiny = ModelConfig(layers=1, dim=32, heads=2, qkv_tokens=9, proj_tokens=4, ffn_tokens=4)
     >>> [m.ffn_tokens for m in chain(tiny, [GrowthStage(at={"step": 10}, ffn_tokens=20)])]
@@ -27,7 +27,7 @@ def chain(model: ModelConfig, stages: Sequence[GrowthStage]) -> list[ModelConfig
         step = stage.at.get("step", last)
         need(step >= last, f"growth stage {number + 1} is at step {step:g}, before the one in front of it: sort them")
         last = step
-        found.append(plan(found[-1], [], stage, number=number).config)
+        found.append(plan_growth(found[-1], [], stage, number=number).config)
     return found
 
 
@@ -35,8 +35,8 @@ def chain(model: ModelConfig, stages: Sequence[GrowthStage]) -> list[ModelConfig
 class Progress:
     """What a run has grown so far: state that a checkpoint keeps."""
 
-    steps: list[int] = field(default_factory=list)  # at which each growth happened
-    losses: list[float] = field(default_factory=list)  # of the validations since the last one
+    steps: list[int] = field(default_factory=list)  # the step of each growth so far
+    losses: list[float] = field(default_factory=list)  # validation losses since the last growth
 
     def state_dict(self) -> dict:
         return {"steps": list(self.steps), "losses": list(self.losses)}
@@ -50,7 +50,7 @@ class Progress:
 
 
 def due(stages: Sequence[GrowthStage], progress: Progress, step: int, units_per_step: int) -> GrowthStage | None:
-    """The stage whose growth comes before step `step` (0 is the first) is taken, if one does.
+    """The next stage, if its growth comes before step `step` (0 is the first).
 
     >>> stages = [GrowthStage(at={"tokens": 1000}, ffn_tokens=20)]
     >>> [due(stages, Progress(), step, units_per_step=300) is not None for step in (2, 3, 4, 5)]
@@ -71,7 +71,7 @@ def step_of(stage: GrowthStage, units_per_step: int) -> int:
 
 
 def check_reached(stages: Sequence[GrowthStage], progress: Progress, steps: int, units_per_step: int) -> None:
-    """Refuse a growth to come that a run of so many steps never comes to. A plateau may come or not."""
+    """Refuse a growth that lies behind the last step of the run. Whether a plateau comes is not known before."""
     for number, stage in list(enumerate(stages, 1))[len(progress.steps) :]:
         if "plateau" not in stage.at:
             step = step_of(stage, units_per_step)
@@ -83,7 +83,7 @@ def check_reached(stages: Sequence[GrowthStage], progress: Progress, steps: int,
 
 
 def plateau(losses: Sequence[float], share: float, patience: int) -> bool:
-    """Did the best loss of the last `patience` validations fall by less than this share of the best one before?
+    """Whether the best loss of the last `patience` validations is less than this share below the best one before.
 
     >>> plateau([4.0, 3.0, 2.9, 2.85], 0.2, 2), plateau([4.0, 3.0, 2.9, 2.85], 0.01, 2)
     (True, False)
@@ -102,9 +102,9 @@ def rate(
     factor: Callable[[ScheduleConfig, int, int], float],
     before: Callable[[int], int] = int,
 ) -> float:
-    """What the peak rate is multiplied by in a step: the schedule in force, the stage's factor, its re-warming.
+    """What the peak rate is multiplied by in a step: the schedule's factor, times the stage's `rate` and warm-up.
 
-    `factor(schedule, step, steps)` is the trainer's; a stage's own schedule counts from its growth. `before(step)` is
+    `factor(schedule, step, steps)` is the trainer's. A stage's own schedule counts from the growth. `before(step)` is
     the compute before a step, by which a schedule goes that counts compute.
 
     >>> stages = [GrowthStage(at={"step": 10}, ffn_tokens=20, rate=0.5, warmup=4)]

@@ -1,7 +1,7 @@
 """What happens to an optimizer's state at a growth: old rows keep theirs, new rows begin at zero, new parameters fresh.
 
-Unusual: the second moment of old rows is not lent to new ones. Their gradients scale with values that are still near
-zero, so a borrowed one would keep them almost immobile (docs/growth.md has the figures).
+Unusual: new rows do not copy the second moment of old ones. Their gradients scale with values that are still near zero,
+so with a copied second moment they would hardly move (docs/growth.md has the figures).
 """
 
 import warnings
@@ -18,7 +18,7 @@ SAFE_BETA2 = 0.98
 
 
 def grow_state(plan: Plan, old: State) -> State:
-    """The optimizer's state after the growth. New parameters have none: their optimizer begins them itself."""
+    """The optimizer's state after the growth. New parameters have none: the optimizer begins it at its first step."""
     found = {}
     for name, recipe in plan.recipes.items():
         if recipe.old in old and (entry := grow_entry(recipe, old[recipe.old])) is not None:
@@ -27,8 +27,8 @@ def grow_state(plan: Plan, old: State) -> State:
 
 
 def grow_entry(recipe: Recipe, entry: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """The state of one parameter. New rows have done nothing yet: their moments are 0; the step count is the
-    parameter's. Of a widened parameter nothing is kept: moments of a divided weight are not those of the whole.
+    """The state of one parameter: new rows get zero moments; the step count stays the parameter's. A widened parameter
+    keeps nothing: the moments of a divided weight are not those of the whole.
     """
     if isinstance(recipe, Copied):
         return {key: t.clone() if isinstance(t, Tensor) else t for key, t in entry.items()}
@@ -41,18 +41,18 @@ def grow_entry(recipe: Recipe, entry: dict[str, Tensor]) -> dict[str, Tensor] | 
     return entry | {key: torch.cat([t, t.new_zeros(rows, *t.shape[1:])]) for key, t in shaped.items()}
 
 
-def warning(recipes: Mapping[str, Recipe], beta2: float) -> str | None:
-    """A sentence where AdamW's one step count would make the first updates of appended rows huge.
+def warn_of_beta2(recipes: Mapping[str, Recipe], beta2: float) -> str | None:
+    """Return a warning where AdamW's one step count per parameter would make the first updates of appended rows huge.
 
-    Zero moments behind an old step count have no bias correction: the first update of an appended row is up to
+    Zero moments with an old step count get no bias correction: the first update of an appended row is up to
     (1 − β1)/√(1 − β2) times the rate and grows for 1/(1 − β1) steps: 1.1 at β2 = 0.95, 6.6 at 0.999.
     """
     appended = sum(isinstance(r, Appended) and r.old is not None and r.new_rows > 0 for r in recipes.values())
     if not appended or beta2 <= SAFE_BETA2:
         return None
     return (
-        f"rows appended to {appended} parameters begin with zero moments behind an old step count: at beta2 = {beta2} "
-        f"first updates are several times the rate; use beta2 <= {SAFE_BETA2}, grow by segments, or drop the state"
+        f"rows appended to {appended} parameters begin with zero moments at an old step count: at beta2 = {beta2} "
+        f"their first updates are several times the rate; use beta2 <= {SAFE_BETA2}, grow by segments or drop the state"
     )
 
 
@@ -73,25 +73,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer, old: Mapping[str, nn.Param
             )
 
 
-def carry(
+def carry_optimizer(
     optimizer: torch.optim.Optimizer,
     old: Mapping[str, nn.Parameter],
     new: Mapping[str, nn.Parameter],
     recipes: Mapping[str, Recipe],
 ) -> None:
-    """Let a torch optimizer go on with the grown model, in place: parameter groups and the state of old rows stay.
+    """Make a torch optimizer train the grown model, in place: parameter groups and the state of old rows stay.
 
-    A new parameter joins the group of the old one that it is like, or the first one where that is in none.
+    A new parameter joins the group of the old one that it is like, or the first group where that one is in none.
     """
     names = {id(p): name for name, p in old.items()}
     groups = {names[id(p)]: g for g in optimizer.param_groups for p in g["params"] if id(p) in names}
     state = {name: optimizer.state.pop(p) for name, p in old.items() if p in optimizer.state}
     for group in optimizer.param_groups:
-        others = [i for i, p in enumerate(group["params"]) if id(p) not in names]  # another model's
+        others = [i for i, p in enumerate(group["params"]) if id(p) not in names]  # of another model
         for key in {"params", "param_names"} & group.keys():
             group[key] = [group[key][i] for i in others]
     for name, recipe in recipes.items():
-        group = groups.get(recipe.old or min(recipe.reads()))
+        group = groups.get(recipe.source)
         if group is None and recipe.old is not None:
             continue  # the optimizer did not train it
         group = group or optimizer.param_groups[0]
@@ -101,5 +101,5 @@ def carry(
         if recipe.old in state and (entry := grow_entry(recipe, state[recipe.old])) is not None:
             optimizer.state[new[name]] = entry
     for beta2 in {group["betas"][1] for group in optimizer.param_groups if "betas" in group}:
-        if state and (said := warning(recipes, beta2)):
+        if state and (said := warn_of_beta2(recipes, beta2)):
             warnings.warn(said, stacklevel=3)

@@ -1,6 +1,7 @@
 """The plan of a growth by parameter tokens and by blocks: which rule, what is appended to what, which τ.
 
-The laws (which rule preserves the function, for which Θ) are in docs/growth.md; each is a test.
+Unusual: new blocks are the identity until they learn, because their proj and ffn values begin at zero. Which rule
+preserves the function, and for which Θ, is in docs/growth.md; each row of that table is a test.
 """
 
 import dataclasses
@@ -10,65 +11,90 @@ from collections.abc import Iterable, Mapping, Sequence
 from tokenformer.config import PROJECTION_OF, PROJECTIONS, ModelConfig
 from tokenformer.config_growth import Growth
 from tokenformer.errors import UserError
-from tokenformer.growth.depth import Places, places
 from tokenformer.growth.recipes import ALL, Appended, Fill, Plan
 from tokenformer.growth.shape import Segments, Table, sizes, table, total, with_table
 from tokenformer.models.names import Name
 from tokenformer.strict import need
 
-RULES: dict[str, tuple[Fill, Fill]] = {  # the new tokens' keys and values
+RULES: dict[str, tuple[Fill, Fill]] = {  # how the new tokens' keys and values are filled
     "segment": ("matched", "zero"),
     "zero_key": ("zero", "matched"),
     "zero_value": ("matched", "zero"),
     "random": ("official", "official"),
 }
+Blocks = list[tuple[int, bool]]  # per block of the grown model: the old block that it is or is shaped like; is it new
 
 
-def by_tokens(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Plan:
-    """How one trunk, of this config, gets so many tokens and layers in total. `names` are those of the whole model.
-
-    `tau` (of appended rows; a segment always has its own √m) is `hold` or `sqrt_n`; absent, `zero_key` holds it and
-    the others take √n.
-    """
+def plan_tokens_and_layers(config: ModelConfig, names: Sequence[Name], growth: Growth) -> Plan:
+    """Plan how one trunk, of this config, gets so many tokens and layers in total. `names`: the whole model's."""
     targets = {which: n for which in PROJECTIONS if (n := getattr(growth, f"{which}_tokens")) is not None}
-    where = places(config.layers, growth.layers, growth.positions or "even")
-    need(bool(targets) or len(where) > config.layers, "nothing to grow: give more parameter tokens or more layers")
+    blocks = place_blocks(config.layers, growth.layers, growth.positions or "even")
+    need(bool(targets) or len(blocks) > config.layers, "nothing to grow: give more parameter tokens or more layers")
     need(config.kind == "tokenformer" or not targets, f"kind {config.kind} has no parameter tokens: give layers or dim")
-    chosen = rules_of(config, growth.new_tokens or "segment")
-    rules = {which: rule for which, rule in chosen.items() if which in targets}
-    scales = tau_of(rules, growth.tau)
+    rules = choose_rules(config, growth.new_tokens or "segment", targets)
+    taus = choose_tau(rules, growth.tau)
     old = table(config)
     grown: Table = {}
     for which, of_layers in old.items():
-        target, rule, scale = targets.get(which), rules.get(which, "segment"), scales.get(which, "")
-        said = f"{which}_tokens is {target}, but layer"
-        grown[which] = [more_segments(s, target, rule, scale, f"{said} {i} has") for i, s in enumerate(of_layers)]
-    new: Table = {which: [of_layers[source] for source, _ in where] for which, of_layers in grown.items()}
-    need(new != old or len(where) > config.layers, f"every layer has {targets} parameter tokens already: give more")
-    final = with_table(config, new) if old else dataclasses.replace(config, layers=len(where))
+        target, rule, tau = targets.get(which), rules.get(which, "segment"), taus.get(which, "")
+        start = f"{which}_tokens is {target}, but layer"
+        grown[which] = [grow_segments(s, target, rule, tau, f"{start} {i} has") for i, s in enumerate(of_layers)]
+    new: Table = {which: [of_layers[source] for source, _ in blocks] for which, of_layers in grown.items()}
+    need(new != old or len(blocks) > config.layers, f"every layer has {targets} parameter tokens already: give more")
+    final = with_table(config, new) if old else dataclasses.replace(config, layers=len(blocks))
     event = {
         "what": "grow",
         "rule": rules,
-        "tau": scales,
-        "new_layers": [layer for layer, (_, fresh) in enumerate(where) if fresh],
+        "tau": taus,
+        "new_layers": [layer for layer, (_, is_new) in enumerate(blocks) if is_new],
         "before": sizes(config),
         "after": sizes(final),
     }
-    exact = all(rule == "segment" or (rule == "zero_key" and scales[which] == "hold") for which, rule in rules.items())
-    return Plan(final, recipes(names, growth.on, where, old, new, rules), event, exact)
+    exact = all(rule == "segment" or (rule == "zero_key" and taus[which] == "hold") for which, rule in rules.items())
+    return Plan(final, recipes(names, growth.on, blocks, old, new, rules), event, exact)
 
 
-def rules_of(config: ModelConfig, new_tokens: str | Mapping[str, str]) -> dict[str, str]:
-    """One rule per projection kind, each checked."""
+def place_blocks(old: int, layers: int | None, positions: str | Sequence[int] = "even") -> Blocks:
+    """Which old block each block of the grown model is, or which one a new block is shaped like (the one before it).
+
+    `positions`: `even` (spread over the depth, the last at the end), `end`, or the new blocks' own layer numbers.
+
+    >>> place_blocks(2, 4)
+    [(0, False), (0, True), (1, False), (1, True)]
+    >>> place_blocks(2, 3, positions=[0])
+    [(0, True), (0, False), (1, False)]
+    """
+    layers = old if layers is None else layers
+    added = layers - old
+    need(added >= 0, f"layers is {layers}, but the model has {old} already: give more")
+    if positions == "even":
+        new = {(i + 1) * layers // added - 1 for i in range(added)}
+    elif positions == "end":
+        new = set(range(old, layers))
+    elif isinstance(positions, str):
+        raise UserError(f"positions is '{positions}': give even, end, or the layer numbers of the new blocks")
+    else:
+        new = set(positions)
+        fits = len(new) == len(positions) == added and all(0 <= p < layers for p in new)
+        need(fits, f"positions is {list(positions)}: give {added} different numbers from 0 to {layers - 1}")
+    blocks, next_old = [], 0
+    for layer in range(layers):
+        blocks.append((max(next_old - 1, 0), True) if layer in new else (next_old, False))
+        next_old += layer not in new
+    return blocks
+
+
+def choose_rules(config: ModelConfig, new_tokens: str | Mapping[str, str], grows: Iterable[str]) -> dict[str, str]:
+    """The rule of each projection kind that grows."""
     given = dict.fromkeys(PROJECTIONS, new_tokens) if isinstance(new_tokens, str) else dict(new_tokens)
     for which, rule in given.items():
         need(which in PROJECTIONS, f"new_tokens names '{which}': its keys are {', '.join(PROJECTIONS)}")
         check_rule(rule, config.theta)
-    return {which: given.get(which, "segment") for which in PROJECTIONS}
+    return {which: given.get(which, "segment") for which in grows}
 
 
 def check_rule(rule: str, theta: str) -> None:
-    """Refuse a rule that is none, or whose tokens would be dead or disturb what was learned."""
+    """Refuse an unknown rule, and one whose tokens would be dead or disturb what was learned."""
     if rule in ("zero", "zero_key+zero_value"):
         raise UserError(
             "new tokens with zero keys and zero values would be dead, both their gradients being exactly 0: "
@@ -81,8 +107,11 @@ def check_rule(rule: str, theta: str) -> None:
     )
 
 
-def tau_of(rules: Mapping[str, str], tau: str | Mapping[str, str] | None) -> dict[str, str]:
-    """`hold` or `sqrt_n` for each projection kind whose old segment gets rows."""
+def choose_tau(rules: Mapping[str, str], tau: str | Mapping[str, str] | None) -> dict[str, str]:
+    """`hold` or `sqrt_n` for each projection kind whose old segment gets rows. A new segment always has its own √n.
+
+    Where nothing is given, `zero_key` holds τ and the other rules take √n.
+    """
     need(tau in ("hold", "sqrt_n", None) or isinstance(tau, Mapping), f"tau is '{tau}', but must be hold or sqrt_n")
     appended = [which for which, rule in rules.items() if rule != "segment"]
     given: dict[str, str | None] = dict(tau) if isinstance(tau, Mapping) else dict.fromkeys(appended, tau)
@@ -97,64 +126,64 @@ def tau_of(rules: Mapping[str, str], tau: str | Mapping[str, str] | None) -> dic
     return {w: given.get(w) or ("hold" if rules[w] == "zero_key" else "sqrt_n") for w in appended}
 
 
-def more_segments(old: Segments, target: int | None, rule: str, scale: str, what: str) -> Segments:
-    """One layer's segments after it got the parameter tokens that it lacks; `scale` is that of appended rows."""
-    lacks = 0 if target is None else target - total(old)
-    need(lacks >= 0, f"{what} {total(old)} already: give the total afterwards, or shrink")
-    if not lacks:
+def grow_segments(old: Segments, target: int | None, rule: str, tau_rule: str, start: str) -> Segments:
+    """One layer's segments with `target` parameter tokens in total. `start` begins the sentence of a refusal."""
+    missing = 0 if target is None else target - total(old)
+    need(missing >= 0, f"{start} {total(old)} already: give the total afterwards, or shrink")
+    if not missing:
         return old
     if rule == "segment":
-        return [*old, (lacks, math.sqrt(lacks), "")]
+        return [*old, (missing, math.sqrt(missing), "")]
     size, tau, switch = old[-1]
-    return [*old[:-1], (size + lacks, tau if scale == "hold" else math.sqrt(size + lacks), switch)]
+    return [*old[:-1], (size + missing, tau if tau_rule == "hold" else math.sqrt(size + missing), switch)]
 
 
 def recipes(
-    names: Sequence[Name], on: str, where: Places, old: Table, new: Table, rules: Mapping[str, str]
+    names: Sequence[Name], on: str, blocks: Blocks, old: Table, new: Table, rules: Mapping[str, str]
 ) -> dict[str, Appended]:
-    """A recipe for each parameter of the grown model, layer by layer; what is not in the blocks of `on` stays."""
-    blocks: dict[int, list[Name]] = {}
+    """A recipe for each parameter of the grown model, layer by layer. What is outside the blocks of `on` is kept."""
+    by_layer: dict[int, list[Name]] = {}
     for name in names:
         if name.trunk == on and name.layer is not None:
-            blocks.setdefault(name.layer, []).append(name)
+            by_layer.setdefault(name.layer, []).append(name)
     found: dict[str, Appended] = {}
     for name in names:
         if name.trunk != on or name.layer is None:
             found[name.text] = Appended(old=name.text)
-        elif blocks:  # all blocks stand where the first one stood
-            for layer, (source, fresh) in enumerate(where):
-                parts = {which: (of_layers[source], new[which][layer]) for which, of_layers in old.items()}
-                found.update(_block(layer, blocks[source], fresh, parts, rules))
-            blocks = {}
+        elif by_layer:  # all blocks come where the first one came: parameters keep their order
+            for layer, (source, is_new) in enumerate(blocks):
+                segments = {which: (of_layers[source], new[which][layer]) for which, of_layers in old.items()}
+                found.update(_block(layer, by_layer[source], is_new, segments, rules))
+            by_layer = {}
     return found
 
 
 def _block(
-    layer: int, names: Iterable[Name], fresh: bool, parts: Mapping[str, tuple[Segments, Segments]], rules: Mapping
+    layer: int, names: Iterable[Name], is_new: bool, segments: Mapping[str, tuple[Segments, Segments]], rules: Mapping
 ) -> dict[str, Appended]:
-    """The recipes of one block of the grown model, from the names of the old one that it is or is shaped like."""
+    """The recipes of one block of the grown model. `names`: of the old block that it is, or is shaped like."""
     found: dict[str, Appended] = {}
     for name in names:
         here = name._replace(layer=layer)
         if name.segment is None:
-            found[here.text] = _new_matrix(name) if fresh else Appended(old=name.text)
+            found[here.text] = _new_matrix(name) if is_new else Appended(old=name.text)
             continue
-        old, new = parts[PROJECTION_OF[name.projection]]
+        old, new = segments[PROJECTION_OF[name.projection]]
         like = tuple(name._replace(segment=i).text for i in range(len(old)))
         value = name.role.kind == "value"
         fill = RULES[rules.get(PROJECTION_OF[name.projection], "segment")][value]
-        if fresh:
+        if is_new:
             fill = "zero" if value and name.projection in ("proj", "ffn") else "matched"
         elif name.segment < len(new):
             rows = new[name.segment][0] - old[name.segment][0]
             found[here.text] = Appended(name.text, rows, fill, like)
-        if name.segment == len(old) - 1:  # what comes after the old segments, or instead of them
-            for i in range(0 if fresh else len(old), len(new)):
+        if name.segment == len(old) - 1:  # the new segments come after the last old one; in a new block all are new
+            for i in range(0 if is_new else len(old), len(new)):
                 found[here._replace(segment=i).text] = Appended(None, new[i][0], fill, like)
     return found
 
 
 def _new_matrix(like: Name) -> Appended:
-    """A parameter of a new block of a baseline: zero where it leads back into the stream."""
+    """A matrix or norm of a new block: zero where it writes to the residual stream."""
     fills: dict[str, Fill] = {"outward": "zero", "zero": "zero", "one": "one"}
     return Appended(None, ALL, fills.get(like.role.kind, "matched"), (like.text,))

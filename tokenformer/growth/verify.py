@@ -1,6 +1,6 @@
-"""A certificate of a growth, on token ids: how far logits and loss moved, by which rule, and which tokens can learn.
+"""The certificate of a growth, on token ids: how far logits and loss moved, by which rule, and which tokens can learn.
 
-Unusual: nothing is trained. Two steps are tried on copies of the new parameters alone, the model stays as it is.
+Unusual: the model is not trained. Two steps are tried on copies of the new parameters alone.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Certificate:
 
 
 def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> Certificate:
-    """Run both on ids (B, T) and compare; then see which new tokens get gradient within two steps."""
+    """Run both models on ids (B, T) and compare, then see which new tokens get a gradient within two steps."""
     absolute, largest = change(old, new, ids)
     return Certificate(
         exact=plan.exact,
@@ -57,15 +57,10 @@ def change(old: LanguageModel, new: LanguageModel, ids: Tensor) -> tuple[float, 
     """Largest change of a logit, and the largest logit; one sample at a time, so that few logits are held."""
     moved, largest = 0.0, 0.0
     for row in ids:
-        before, after = (_logits(model, row[None]) for model in (old, new))
+        before, after = (model.logits(model.hidden(row[None])) for model in (old, new))
+        before, after = (logits.to(torch.promote_types(logits.dtype, torch.float32)) for logits in (before, after))
         moved, largest = max(moved, (after - before).abs().max().item()), max(largest, before.abs().max().item())
     return moved, largest
-
-
-def _logits(model: LanguageModel, ids: Tensor) -> Tensor:
-    logits = model(ids).logits
-    assert logits is not None
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -76,7 +71,7 @@ def loss(model: LanguageModel, ids: Tensor) -> float:
 
 
 def gradient(model: LanguageModel, ids: Tensor, plan: Plan, rate: float = 1e-3) -> dict[str, Alive]:
-    """Which rows of the new parameters learn: gradients at the first step, and after a small step along them."""
+    """Count the new rows that learn: with a gradient at the first step, and after a small step along it."""
     fresh = {name: recipe for name, recipe in plan.recipes.items() if recipe.new_rows}
     parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if n in fresh}
     seen: list[dict[str, Tensor]] = []
@@ -86,24 +81,24 @@ def gradient(model: LanguageModel, ids: Tensor, plan: Plan, rate: float = 1e-3) 
         moved = {
             n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)
         }
-        seen.append({n: _new(g, fresh[n].new_rows).flatten(1).any(1) for n, g in moved.items()})
+        seen.append({n: _new_rows(g, fresh[n].new_rows).flatten(1).any(1) for n, g in moved.items()})
         steps = {n: rate * g / g.square().mean().sqrt().clamp_min(1e-30) for n, g in moved.items()}
         parameters = {n: (p.detach() - steps[n]).requires_grad_() for n, p in parameters.items()}
     counts: dict[str, list[int]] = {}
     for name in parameters:
         first, second = seen[0][name], seen[1][name]
-        count = counts.setdefault(_said(name, plan), [0, 0, 0])
+        count = counts.setdefault(_label(name, plan), [0, 0, 0])
         for i, number in enumerate((first.numel(), first.sum().item(), (first | second).sum().item())):
             count[i] += int(number)
-    return {said: Alive(*count) for said, count in counts.items()}
+    return {label: Alive(*count) for label, count in counts.items()}
 
 
-def _new(grad: Tensor, rows: int) -> Tensor:
+def _new_rows(grad: Tensor, rows: int) -> Tensor:
     grad = grad if rows < 0 else grad[len(grad) - rows :]
     return grad[:, None] if grad.ndim == 1 else grad
 
 
-def _said(name: str, plan: Plan) -> str:
-    """`proj keys`, `ffn.up.weight`: what the rows of a parameter are called in the certificate."""
+def _label(name: str, plan: Plan) -> str:
+    """What the certificate calls the rows of a parameter, such as `proj keys` or `ffn.up.weight`."""
     found = parse(name, plan.ends)
     return f"{found.projection} {found.role.kind}s" if found.token else f"{found.part}.{found.leaf}"

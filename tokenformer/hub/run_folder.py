@@ -1,6 +1,6 @@
-"""The checkpoints of a run folder: which there are, and the newest one that is whole. Imports without torch.
+"""Finds the checkpoints of a run folder, and the newest one that is whole. Imports without torch.
 
-Unusual: `last` is a note for people. Which checkpoint counts follows from the folders themselves, in the same way for
+Unusual: `last` is a note for people. Which checkpoint is used follows from the folders themselves, in the same way for
 `train --resume` and for every verb that takes a run.
 """
 
@@ -14,10 +14,10 @@ from tokenformer.files import check_manifest
 
 
 class Found(NamedTuple):
-    """The newest whole checkpoint of a run (None where the run has none at all) and what had to be passed over."""
+    """The newest whole checkpoint of a run (None where the run has none at all), and the damaged ones newer than it."""
 
     path: Path | None
-    damaged: list[Path]  # newer ones
+    damaged: list[Path]
     notes: list[str]  # a sentence about each of them, and about a `last` that names nothing
 
 
@@ -27,8 +27,11 @@ def all_steps(run: Path) -> dict[int, Path]:
     return {int(step): path for step, path in named if step.isascii() and step.isdigit()}
 
 
-def find_newest(run: Path, checksums: bool = True) -> Found:
-    """Find the newest checkpoint whose files are those of its manifest; refuse a run whose are all damaged."""
+def find_newest(run: Path, values: bool = True) -> Found:
+    """Find the newest checkpoint whose files are those of its manifest; refuse a run where all are damaged.
+
+    Without `values` weights are compared by their size alone (`check_manifest`).
+    """
     steps, damaged, notes = all_steps(run), [], []
     last = run / "checkpoints" / "last"
     named = last.read_text(encoding="utf-8", errors="replace").strip()[:40] if last.is_file() else None
@@ -36,7 +39,7 @@ def find_newest(run: Path, checksums: bool = True) -> Found:
         notes.append(f"{last} names '{named}', which is not there")
     for path in reversed(steps.values()):
         try:
-            check_manifest(path, checksums)
+            check_manifest(path, values)
             return Found(path, damaged, notes)
         except (UserError, OSError) as error:
             damaged.append(path)
@@ -46,14 +49,14 @@ def find_newest(run: Path, checksums: bool = True) -> Found:
     return Found(None, [], [])
 
 
-def newest_whole(run: Path, checksums: bool = True) -> Path | None:
-    """Return the newest whole checkpoint of a run that is only read; what was passed over is said, not touched."""
-    path, _, notes = find_newest(run, checksums)
+def newest_whole(run: Path, values: bool = True) -> Path | None:
+    """Return the newest whole checkpoint of a run that is only read; print which damaged ones were passed over."""
+    path, _, notes = find_newest(run, values)
     for note in notes:
-        _say_once(f"tokenformer: {note}: {path} is used")
+        _print_once(f"tokenformer: {note}: {path} is used")
     return path
 
 
-@functools.cache  # a verb may look several times
-def _say_once(line: str) -> None:
+@functools.cache  # a verb may ask for it several times
+def _print_once(line: str) -> None:
     print(line, file=sys.stderr)

@@ -30,35 +30,24 @@ class Prompt(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to write, in the words of the official generation files."""
+@dataclass(frozen=True, kw_only=True)
+class Request(Sampling):
+    """What to write and how to sample it, in the words of the official generation files."""
 
     text_gen_type: Literal["unconditional", "input-file", "interactive"] = key("where prompts come from")
-    maximum_tokens: int = key("new tokens of a text, at most", 64)
-    temperature: float = key("as in Sampling", 0.0)
-    top_k: int = key("as in Sampling", 0)
-    top_p: float = key("as in Sampling", 0.0)
-    min_p: float = key("as in Sampling (ours)", 0.0)
-    repetition_penalty: float = key("as in Sampling (ours)", 1.0)
+    maximum_tokens: int = key("new tokens of a text, at most", 64, above=0)
     prompt_end: str = key("what stands between two prompts of a file, and ends one in conversation", "\n")
     sample_input_file: str | None = key("input-file: the prompts", None)
     sample_output_file: str | None = key("where the JSON lines go; absent = shown", None)
-    num_samples: int = key("unconditional: how many texts", 1)
+    num_samples: int = key("unconditional: how many texts", 1, above=0)
     recompute: bool = key("without a cache; the tokens are the same, so there is nothing to do", False)
     return_logits: bool = key("the logits of every new token in the result", False)
 
     def __post_init__(self) -> None:
-        need(self.maximum_tokens > 0, f"maximum_tokens is {self.maximum_tokens}: give a number above 0")
-        need(self.num_samples > 0, f"num_samples is {self.num_samples}: give a number above 0")
+        super().__post_init__()
         need(self.prompt_end != "", "prompt_end is empty: give what stands between two prompts")
         if self.text_gen_type == "input-file":
             need(self.sample_input_file is not None, "input-file needs prompts: set sample_input_file")
-        _ = self.sampling  # it has limits, too
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def prompts(self) -> list[Prompt]:
         """Read from the file, or empty ones."""

@@ -9,31 +9,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenformer.strict import key, need
+from tokenformer.strict import Section, key, need
 
 _MASK = {30: (1 << 34) - 1, 27: (1 << 37) - 1, 31: (1 << 33) - 1, 11: (1 << 53) - 1}
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Section):
     """How the next token is chosen; applied in this order: penalty, temperature, top-k, top-p, min-p.
 
     >>> Sampling(temperature=0.8, top_p=0.9).greedy
     False
     """
 
-    temperature: float = key("0 takes the most likely token; else logits are divided by it", 0.0)
-    top_k: int = key("only the k most likely tokens; 0 = all", 0)
-    top_p: float = key("only the most likely tokens that together have this probability; 0 or 1 = all", 0.0)
-    min_p: float = key("only tokens at least this many times as likely as the most likely one; 0 = all", 0.0)
-    repetition_penalty: float = key("logits of tokens that were there before lose by this factor; 1 = none", 1.0)
+    temperature: float = key("0 takes the most likely token; else logits are divided by it", 0.0, least=0)
+    top_k: int = key("only the k most likely tokens; 0 = all", 0, least=0)
+    top_p: float = key("only the most likely tokens of this probability in total; 0 = all", 0.0, least=0, most=1)
+    min_p: float = key("only tokens of at least this share of the highest probability; 0 = all", 0.0, least=0, most=1)
+    repetition_penalty: float = key("weakens tokens that were there before by this factor; 1 = none", 1.0, above=0)
 
     def __post_init__(self) -> None:
-        need(self.temperature >= 0, f"temperature is {self.temperature}: give 0 or more")
-        need(self.top_k >= 0, f"top_k is {self.top_k}: give 0 (all) or more")
-        need(0 <= self.top_p <= 1, f"top_p is {self.top_p}: give 0 to 1 (0 = all)")
-        need(0 <= self.min_p <= 1, f"min_p is {self.min_p}: give 0 to 1 (0 = all)")
-        need(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}: give a number above 0")
+        super().__post_init__()
         for name in ("top_k", "top_p", "min_p"):  # at 0 and 1 each keeps all, or the most likely token
             value, why = getattr(self, name), "temperature 0 takes the most likely token"
             need(not self.greedy or value in (0, 1), f"{name} is {value}, but {why}: give a temperature, or {name} 0")

@@ -5,11 +5,11 @@ slowly after a growth follows from the run's plan and is never saved.
 """
 
 from tokenformer.config_growth import GrowthStage
-from tokenformer.growth.make import make
-from tokenformer.growth.model import follow
-from tokenformer.growth.plan import plan
+from tokenformer.growth.make import make_tensor
+from tokenformer.growth.model import apply_plan
+from tokenformer.growth.plan import plan_growth
 from tokenformer.growth.recipes import Plan
-from tokenformer.growth.state import State, grow_entry, grow_state, warning
+from tokenformer.growth.state import State, grow_entry, grow_state, warn_of_beta2
 from tokenformer.models.names import parse
 from tokenformer.parallel.layout import Layout, Wholes
 from tokenformer.parallel.parallelize import Parallelizer
@@ -21,13 +21,14 @@ def grow(
 ) -> tuple[Layout, Optimizer, str | None]:
     """The next model of the run, its optimizer, and a sentence where something should be known about them."""
     model = layout.model
-    growth = plan(model.config, list(layout.splits), stage, ends=model.ends, seed=seed, number=number)
+    growth = plan_growth(model.config, list(layout.splits), stage, ends=model.ends, seed=seed, number=number)
     old = optimizer.state_by_name() if stage.state == "keep" else {}
     if layout.place.alone:
-        new, state = parallelizer.wrap_in_place(follow(model, growth, share=True)), grow_state(growth, old)
+        new, state = parallelizer.wrap_in_place(apply_plan(model, growth, share=True)), grow_state(growth, old)
     else:
         new, state = grow_sharded(layout, growth, parallelizer, old)
-    said = warning(growth.recipes, optimizer.config.betas[1]) if optimizer.config.kind == "adamw" and state else None
+    adamw = optimizer.config.kind == "adamw"
+    said = warn_of_beta2(growth.recipes, optimizer.config.betas[1]) if adamw and state else None
     new.freeze(frozen(growth, stage))
     grown = Optimizer(new, optimizer.config, rates(growth, stage))
     grown.load_state_by_name(state)
@@ -40,7 +41,7 @@ def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: 
     new.model.history = [*layout.model.history, growth.event]
     new.model.train(layout.model.training)
     for name, recipe in growth.recipes.items():
-        tensor = make(growth, name, wholes)
+        tensor = make_tensor(growth, name, wholes)
         if name in new.named:
             new.named[name].detach().copy_(new.take(name, tensor))
         entry = layout.whole_state(recipe.old, old) if recipe.old else {}

@@ -25,7 +25,7 @@ from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError, out_of_memory
 from tokenformer.files import write_text
 from tokenformer.growth import progressive
-from tokenformer.growth.plan import plan
+from tokenformer.growth.plan import plan_growth
 from tokenformer.growth.stages import Progress, chain, check_reached, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.folder import read_config, read_history, sidecars
@@ -180,7 +180,7 @@ class Trainer:
         stage, before = self.stages[done - 1], self.chain[done - 1]
         with torch.device("meta"):
             names = [name for name, _ in self.build_model(before).named_parameters()]
-        growth = plan(before, names, stage, ends=self.model.ends)
+        growth = plan_growth(before, names, stage, ends=self.model.ends)
         self.layout.freeze(growing.frozen(growth, stage))
         return growing.rates(growth, stage)
 
