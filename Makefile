@@ -16,7 +16,7 @@ setup: .venv/.tests
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokenformer needs Python 3.11 or newer: make PYTHON=python3.12 setup")'
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[data,plot]'
+	$(PIP) -e '.[data,vision,plot]'
 	touch $@
 
 .venv/.tests: .venv/.base

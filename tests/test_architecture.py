@@ -40,6 +40,7 @@ OPTIONAL = (
     "wandb",
     "tensorboard",
     "pyarrow",
+    "PIL",
     "deepspeed",
     "zstandard",
 )

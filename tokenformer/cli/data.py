@@ -1,15 +1,22 @@
-"""Look at prepared sets, check them, take them apart and put them together.
+"""Look at prepared sets and images, check them, take sets apart and put them together.
 
 tokenformer data verify data/books
 tokenformer data stats data/books --context 2048
 tokenformer data peek data/books --document 3
 tokenformer data split data/books --shares 90,5,5 --out data
 tokenformer data merge data/pile-*-of-30_text_document.idx --out data/pile
+tokenformer data images photos --out sheet.png data.images.randaugment_ops=2 data.images.mixup=0.8
 """
 
 import argparse
+from typing import TYPE_CHECKING
 
 from tokenformer.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tokenformer.config_data import ImagesConfig
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +46,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     merge.add_argument("sets", nargs="+", metavar="SET")
     merge.add_argument("--out", required=True, metavar="PATH", help="path and name of the new set")
     merge.set_defaults(action=_merge)
+    images = actions.add_parser("images", help="draw what a model sees of images, augmented and not; check them all")
+    images.add_argument("path", metavar="PATH", help="as data.path: a folder, shards (train-{000..146}.tar), a file")
+    images.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as data.images.mixup=0.8")
+    images.add_argument("--config", metavar="CONFIG", help="a config file or preset, for its section `data`")
+    images.add_argument("--out", default="sheet.png", metavar="FILE", help="the contact sheet (default: sheet.png)")
+    images.add_argument("--count", type=int, default=8, metavar="N", help="images on it (default: 8)")
+    images.add_argument("--force", action="store_true", help="replace the file if it is there")
+    images.add_argument("--check", action="store_true", help="decode every image, name the damaged ones, draw nothing")
+    images.set_defaults(action=_images)
 
 
-def run(args: argparse.Namespace) -> None:
-    args.action(args)
+def run(args: argparse.Namespace) -> int | None:
+    return args.action(args)
 
 
 def _shares(text: str) -> list[float]:
@@ -119,3 +135,46 @@ def _merge(args: argparse.Namespace) -> None:
 
     with progress("merging", sum(len(Indexed(p, "quick").tokens) for p in args.sets), " tokens") as advance:
         print(sets.merge(args.sets, args.out, advance))
+
+
+def _images(args: argparse.Namespace) -> int:
+    from tokenformer import files
+    from tokenformer.config import read
+    from tokenformer.config_data import DataConfig, ImagesConfig
+    from tokenformer.data.images.opening import open_images
+    from tokenformer.data.images.sheet import contact_sheet, damaged_images
+    from tokenformer.strict import build, merge, override
+
+    raw = override(merge(read(args.config) if args.config else {}, {"data": {"path": args.path}}), args.overrides)
+    data = build(DataConfig, raw["data"], "data")
+    settings = data.images or ImagesConfig()
+    if not 1 <= args.count <= 100:
+        raise UserError(f"--count {args.count} is no number of images for a sheet: give 1 to 100")
+    if not args.check:
+        files.check_writable(args.out, args.force)
+    train = open_images(data, "train")
+    parts = {"train": train, "validation": open_images(data, "validation", train.classes)}
+    for part, images in parts.items():
+        print(f"{part}: {len(images):,} images of {len(images.classes):,} classes")
+    if args.check:
+        found = [f"{images.name(i)}: {why}" for images in parts.values() for i, why in damaged_images(data, images)]
+        print(*found, f"{len(found):,} images are damaged", sep="\n")
+        return 1 if found else 0
+    model = raw.get("model", {}).get("image_size")
+    size = settings.size or (model if isinstance(model, int) else 224)
+    with files.atomic_file(args.out) as beside:
+        beside.write_bytes(contact_sheet(train, settings, size, args.count, int(raw.get("seed", 1234)), _augmented))
+    print(f"{args.out}: the first row as in evaluation, the others as in three epochs of training")
+    return 0
+
+
+def _augmented(fields: dict, settings: "ImagesConfig") -> "np.ndarray":
+    """Return the pixels that a model is trained on, as bytes again."""
+    import torch
+
+    from tokenformer.ops.augment import augment
+
+    batch = {"pixels": torch.from_numpy(fields["pixels"]), "label": torch.from_numpy(fields["label"])}
+    x, _ = augment({**batch, "draws": fields["draws"]}, settings, int(fields["label"].max()) + 1)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (settings.mean, settings.std))
+    return ((x * std + mean) * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()

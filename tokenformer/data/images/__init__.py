@@ -4,7 +4,7 @@ A micro-batch of B images of S × S pixels has these NumPy fields:
 
     pixels   (B, S, S, 3)  uint8    red, green, blue; decoded, upright and cropped, not yet flipped or augmented
     label    (B,)          int64    number of the class; -100 (IGNORED) in a row that holds no image
-    damaged  (B,)          int32    how many images could not be decoded on the way to this row (`data.images.damaged`)
+    damaged  (B,)          int32    1 where the image of this row could not be decoded (`data.images.damaged: skip`)
     draws    (B, K)        float32  what augmentation will do to the image; training alone has this field
 
 Every random choice is made here, from (seed, epoch, sample), so that `ops/augment.py` only applies it. The columns of
@@ -25,7 +25,7 @@ batch, the share of each rank and the micro-batch must be even (`check_even` in 
 
 A task opens its data with
 
-    images = open_images(config.data, part)         samples.py; part: train, validation or test; `images.classes` names
+    images = open_images(config.data, part)         opening.py; part: train, validation or test; `images.classes` names
     loader = image_loader(config.data, images, size=S, seed=seed, training=True, batch=…, micro_batch=…, rank=…, …)
     x, targets = augment(batch, settings, classes)  ops/augment.py: (B, 3, S, S) normalised, (B, classes) soft targets,
                                                     0 in ignored rows; `pixels` and `label` lie on the device, `draws`

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, NamedTuple
 
+from tokenformer.data.parquet import open_parquet, rows
 from tokenformer.data.text.cutting import FRAGMENT, cut_near, fragments
 from tokenformer.data.text.inputs import DAMAGE, Input, open_input, seekable
 from tokenformer.errors import UserError
@@ -152,27 +153,14 @@ def _json_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[str,
 
 
 def _parquet_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[str, str | _Bad]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError(f"{name} needs pyarrow: pip install 'tokenformer[data]'") from None
-    number = 0
-    try:
-        table = parquet.ParquetFile(seekable(stream), pre_buffer=False)
-        names = ", ".join(table.schema_arrow.names)
-        if how.field not in table.schema_arrow.names:
-            raise UserError(f"{name} has no column '{how.field}': name the right one with --field ({names})")
-        size = sum(table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups))
-        rows = max(1, min(64, (1 << 22) * table.metadata.num_rows // max(1, size)))  # large documents come one by one
-        for batch in table.iter_batches(batch_size=rows, columns=[how.field]):
-            for value in batch.column(0):
-                number += 1
-                where, text = f"{name}, row {number},", value.as_py()
-                bad = _Bad(f"{where} has no text in '{how.field}': name the right column with --field")
-                yield where, text if isinstance(text, str) else bad
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{name} is not a whole Parquet file ({' '.join(str(error).split())}): get it anew") from None
+    with open_parquet(seekable(stream), name) as table:
+        names = table.schema_arrow.names
+        if how.field not in names:
+            raise UserError(f"{name} has no column '{how.field}': name the right one with --field ({', '.join(names)})")
+        for number, (text,) in enumerate(rows(table, [how.field]), 1):
+            where = f"{name}, row {number},"
+            bad = _Bad(f"{where} has no text in '{how.field}': name the right column with --field")
+            yield where, text if isinstance(text, str) else bad
 
 
 def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) -> Iterator[Unit]:

@@ -1,0 +1,250 @@
+"""Every format gives the same images, labels and classes, and is refused in a sentence where it is not what it says."""
+
+import gzip
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.data.images import pictures as p
+from tokenformer.config_data import DataConfig, ImagesConfig
+from tokenformer.data.images.opening import open_images
+from tokenformer.errors import UserError
+
+
+def opened(path: object, part: str = "train", classes=None, cache=None, **keys):
+    return open_images(DataConfig(path=str(path), cache=cache, images=ImagesConfig(**keys)), part, classes)
+
+
+def numbers(images) -> list[int]:
+    """Which picture each item is."""
+    known = {p.encoded(p.picture(n)): n for n in range(20)}
+    return [known[images.item(i)] for i in range(len(images))]
+
+
+def test_an_image_folder_has_its_parts_and_classes(tmp_path):
+    root = p.make_folder(tmp_path / "set")
+    (root / "train" / "ant" / "notes.txt").write_text("no image")
+    (root / "train" / "ant" / "._000.jpg").write_text("no image")
+    train, held_out = opened(root), opened(root, "validation")
+    assert train.classes == p.CLASSES and numbers(train) == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    assert train.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and train.name(4).endswith("train/bee/001.jpg")
+    assert sorted(numbers(held_out)) == [12, 13, 14, 15, 16, 17]
+    (root / "val" / "ant").rename(root / "val" / "dog")
+    with pytest.raises(UserError, match="val/dog is none of the 3 classes"):
+        opened(root, "validation", train.classes)
+
+
+def test_a_folder_without_parts_is_all_training_and_has_nothing_to_validate_on(tmp_path):
+    root = p.make_folder(tmp_path / "set") / "train"
+    assert len(opened(root)) == 12 and len(opened(root, "validation")) == 0
+    other = opened(root, "validation", validation=str(tmp_path / "set" / "val"))
+    assert sorted(numbers(other)) == [12, 13, 14, 15, 16, 17]
+
+
+def test_held_back_images_are_a_part_that_the_data_alone_decide(tmp_path):
+    root = p.make_folder(tmp_path / "set")
+    train, held_out = (numbers(opened(root, part, hold_back=3)) for part in ("train", "validation"))
+    assert len(held_out) == 3 and sorted(train + held_out) == list(range(12))
+    assert sorted(numbers(opened(root, "test", hold_back=3))) == [12, 13, 14, 15, 16, 17]
+    with pytest.raises(UserError, match="hold_back is 12, but there are 12 images"):
+        opened(root, hold_back=12)
+
+
+def test_tars_are_read_by_brace_ranges_and_indexed_once(tmp_path):
+    pattern = p.make_tars(tmp_path / "shards")
+    images = opened(pattern)
+    assert numbers(images) == list(range(12)) and images.labels.tolist() == [p.label(n) for n in range(12)]
+    assert images.classes == ["0", "1", "2"] and images.name(5) == f"images/005.jpg in {tmp_path}/shards/train-001.tar"
+    assert numbers(opened(tmp_path / "shards")) == list(range(12))  # a folder of shards
+    index = tmp_path / "shards" / ".train-001.tar.index"
+    before = index.stat().st_mtime_ns
+    assert opened(pattern).fingerprint == images.fingerprint and index.stat().st_mtime_ns == before
+    with tarfile.open(tmp_path / "shards" / "train-001.tar", "w") as tar:  # changed: indexed anew
+        p.add(tar, "x.png", p.encoded(p.picture(3), "PNG"))
+        p.add(tar, "x.cls", b"2")
+    assert len(opened(pattern)) == 8 and opened(pattern).fingerprint != images.fingerprint
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK not an index", "cut"])
+def test_an_index_that_is_damaged_is_made_anew(tmp_path, damage):
+    pattern = p.make_tars(tmp_path)
+    good = opened(pattern, cache=str(tmp_path / "cache")).places
+    [index] = (tmp_path / "cache").glob("train-001.tar.*.index")
+    index.write_bytes(index.read_bytes()[:300] if damage == "cut" else damage)
+    assert np.array_equal(opened(pattern, cache=str(tmp_path / "cache")).places, good)
+
+
+def test_what_is_no_local_whole_tar_is_refused(tmp_path):
+    pattern = p.make_tars(tmp_path)
+    first = tmp_path / "train-000.tar"
+    whole = first.read_bytes()
+    with tarfile.open(first) as tar:
+        ends = [member.offset for member in tar.getmembers()]
+    last = whole.rindex(b"no sample") + 512
+    for place in (ends[2], ends[4], ends[3] + 100, ends[3] + 600, ends[2] + 700, last, last + 100):
+        first.write_bytes(whole[:place])
+        with pytest.raises(UserError, match=r"train-000.tar is not a whole, uncompressed tar"):
+            opened(pattern)
+    spoilt = bytearray(whole)
+    spoilt[ends[4] + 150] ^= 1  # a header whose checksum is wrong: tarfile takes it for the end
+    first.write_bytes(spoilt)
+    with pytest.raises(UserError, match=r"train-000.tar is not a whole.*breaks off at byte"):
+        opened(pattern)
+    first.write_bytes(gzip.compress(whole))
+    with pytest.raises(UserError, match="is not a whole, uncompressed tar"):
+        opened(pattern)
+    for path in ("pipe:curl x.tar", "https://x/{0..9}.tar", "s3://b/x.tar", "http://folder"):
+        with pytest.raises(UserError, match="is no local file: fetch the shards first"):
+            opened(path)
+    for path, sentence in {
+        "a-{0..9999999}.tar": "is no range of at most 100,000 shards",
+        "a-{9..1}.tar": "is no range",
+        "{0..999}-{0..999}.tar": "more than 100,000 shards",
+        "nowhere-{0..1}.tar": "there is no shard 'nowhere-0.tar'",
+        "nowhere": "there is no folder 'nowhere'",
+    }.items():
+        with pytest.raises(UserError, match=sentence):
+            opened(path)
+
+
+@pytest.mark.parametrize("about", [None, ("cls", b"cat"), ("cls", b"-1"), ("json", b'{"text": "a"}'), ("cls", b"\xff")])
+def test_a_sample_of_a_tar_without_a_label_is_refused(tmp_path, about):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        p.add(tar, "a/b.jpg", p.encoded(p.picture(1)))
+        if about:
+            p.add(tar, f"a/b.{about[0]}", about[1])
+    with pytest.raises(UserError, match=r"a/b.* in .*x.tar (has no label|holds no number of a class|is not JSON)"):
+        opened(tmp_path / "x.tar")
+
+
+def test_parquet_is_unpacked_once_and_names_its_classes(tmp_path):
+    root = p.make_parquet(tmp_path / "set")
+    images = opened(root)
+    assert numbers(images) == list(range(12)) and images.classes == p.CLASSES
+    assert images.name(3).startswith("image 4 of ")
+    unpacked = root / ".train-00000-of-00001.parquet.images"
+    before = unpacked.stat().st_mtime_ns
+    assert opened(root).fingerprint == images.fingerprint and unpacked.stat().st_mtime_ns == before
+    unpacked.write_bytes(b"cut")  # not what the index says: unpacked anew
+    assert numbers(opened(root)) == list(range(12))
+    with pytest.raises(UserError, match=r"no column 'picture': name .* data.images.image_column \(image, label\)"):
+        opened(root, image_column="picture")
+    with pytest.raises(UserError, match="the label 2, but there are 2 classes"):
+        opened(root, classes=["a", "b"])
+    with pytest.raises(UserError, match="row 1, has no number of a class"):
+        opened(root, label_column="image")
+    (root / "train-00000-of-00001.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(UserError, match="is not a whole Parquet file"):
+        opened(root)
+
+
+def test_cifar_and_mnist_are_read_as_published(tmp_path):
+    cifar = opened(p.make_cifar(tmp_path / "c" / "cifar-10-batches-bin").parent)
+    assert cifar.classes[:3] == p.CLASSES and len(cifar) == 12
+    assert all(np.array_equal(cifar.item(n), p.small(n)) for n in range(12))
+    assert np.array_equal(opened(tmp_path / "c", "validation").item(3), p.small(15))
+    for zipped in (True, False):
+        root = p.make_mnist(tmp_path / f"m{zipped}", zipped=zipped)
+        mnist, held_out = opened(root), opened(root, "validation")
+        assert mnist.classes == list("0123456789") and mnist.labels.tolist() == [p.label(n) for n in range(12)]
+        for n in range(16):
+            item = mnist.item(n) if n < 12 else held_out.item(n - 12)
+            assert np.array_equal(item, np.asarray(p.picture(n, 28, 28).convert("L")))
+
+
+def test_cifar_100_has_its_fine_labels(tmp_path):
+    record = bytes([3, 77]) + p.small(1).transpose(2, 0, 1).tobytes()
+    (tmp_path / "train.bin").write_bytes(record * 3)
+    images = opened(tmp_path)
+    assert images.labels.tolist() == [77] * 3 and len(images.classes) == 100
+    assert np.array_equal(images.item(2), p.small(1))
+
+
+def test_binary_files_that_are_cut_or_pickled_are_refused(tmp_path):
+    root = p.make_cifar(tmp_path / "c")
+    data = (root / "data_batch_2.bin").read_bytes()
+    for spoilt, sentence in (
+        (data[:-1], "no records of 3,073"),
+        (b"\x0a" + data[1:], "label 10 of 10"),
+        (b"", "0 bytes"),
+    ):
+        (root / "data_batch_2.bin").write_bytes(spoilt)
+        with pytest.raises(UserError, match=f"data_batch_2.bin has .*{sentence}"):
+            opened(root)
+    (tmp_path / "py").mkdir()
+    (tmp_path / "py" / "data_batch_1").write_bytes(b"\x80")
+    with pytest.raises(UserError, match="Python pickles, which may run programs: get the binary version"):
+        opened(tmp_path / "py")
+    root = p.make_mnist(tmp_path / "m", zipped=False)
+    images = root / "train-images-idx3-ubyte"
+    data = images.read_bytes()
+    huge = struct.pack(">4I", 0x803, 2**32 - 1, 2**32 - 1, 2**32 - 1) + data[16:]
+    for spoilt in (data[:-1], data[:9], b"\0\0\x08\x01" + data[4:], huge, b""):
+        images.write_bytes(spoilt)
+        with pytest.raises(UserError, match=r"train-images-idx3-ubyte (states|is no IDX file)"):
+            opened(root)
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "train-images-idx3-ubyte.gz").write_bytes(b"\x1f\x8b\x08 and no more")
+    (tmp_path / "z" / "train-labels-idx1-ubyte.gz").write_bytes(b"")
+    with pytest.raises(UserError, match="is no whole gzip file"):
+        opened(tmp_path / "z")
+
+
+def test_folders_without_images_or_names_are_refused(tmp_path):
+    with pytest.raises(UserError, match="has no folders: put the images of each class"):
+        opened(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(UserError, match=r"no folder in .* has images"):
+        opened(tmp_path)
+    with pytest.raises(UserError, match="has no folder val or test"):
+        opened(tmp_path, "test")
+    with pytest.raises(UserError, match="has no binary files of CIFAR"):
+        opened(tmp_path, format="cifar")
+    with pytest.raises(UserError, match=r"has no .tar files for train"):
+        opened(tmp_path, format="tar")
+    with pytest.raises(UserError, match=r"data.path is missing"):
+        open_images(DataConfig(), "train")
+    with pytest.raises(UserError, match=r"data.path is a blend"):
+        open_images(DataConfig(path={"a": 1.0, "b": 1.0}), "train")
+
+
+def test_class_names_may_stand_in_a_file(tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("cat\nbee\nant\n")
+    images = opened(p.make_folder(tmp_path / "set"))
+    turned = open_images(DataConfig(path=str(tmp_path / "set"), images=ImagesConfig(classes=str(names))), "train")
+    assert turned.classes == ["cat", "bee", "ant"] and turned.labels.tolist() == (2 - images.labels).tolist()
+
+
+def test_the_subset_of_cifar_as_tars(shared, tmp_path):
+    """Real pictures: 200 of the subset, through a tar of PNG files, arrive pixel for pixel."""
+    folder = shared / "data" / "cifar10-subset"
+    strip = np.asarray(Image.open(folder / "test-00.webp").convert("RGB")).reshape(-1, 32, 32, 3)[:200]
+    about = json.loads((folder / "labels.json").read_text())["test"]["labels"][:200]
+    with tarfile.open(tmp_path / "test-0.tar", "w") as tar:
+        for n, pixels in enumerate(strip):
+            p.add(tar, f"{n}.png", p.encoded(Image.fromarray(pixels), "PNG"))
+            p.add(tar, f"{n}.cls", str(about[n]).encode())
+    images = opened(tmp_path, "validation")
+    assert images.labels.tolist() == about
+    assert all(np.array_equal(np.asarray(Image.open(io.BytesIO(images.item(n)))), strip[n]) for n in range(200))
+
+
+def test_without_pillow_one_sentence_names_the_extra(tmp_path):
+    p.make_folder(tmp_path / "set", 3, 0)
+    code = (
+        "import sys; sys.modules['PIL'] = None\n"
+        "from tokenformer.config_data import DataConfig; from tokenformer.data.images.opening import open_images\n"
+        f"try: open_images(DataConfig(path={str(tmp_path / 'set')!r}), 'train')\n"
+        "except Exception as e: print(type(e).__name__, e, 'torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    assert ran.stdout == "UserError images need Pillow: pip install 'tokenformer[vision]' False\n", ran

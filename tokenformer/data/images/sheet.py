@@ -1,0 +1,51 @@
+"""Looking at image sets: a contact sheet of what a model sees, and a list of the images that cannot be decoded."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from tokenformer.config_data import DataConfig, ImagesConfig
+from tokenformer.data.images.decode import Cropping, Damaged, png
+from tokenformer.data.images.samples import ImageSource, image_loader
+from tokenformer.data.images.stored import Images
+from tokenformer.data.permutation import EpochOrder
+from tokenformer.terminal import progress
+
+EPOCHS, GAP = 3, 4
+Augment = Callable[[dict[str, np.ndarray], ImagesConfig], np.ndarray]
+
+
+def contact_sheet(
+    images: Images, settings: ImagesConfig, size: int, count: int, seed: int, augmented: Augment
+) -> bytes:
+    """Return a PNG with a column per image: as in evaluation, and below as `augmented` makes it in three epochs."""
+    chosen = EpochOrder(len(images), images.fingerprint, seed)(np.arange(count + count % 2))[0]  # pairs are even
+    settings, rows = dataclasses.replace(settings, repeats=1), []
+    for epoch in range(-1, EPOCHS):
+        source = ImageSource(images, settings, size=size, seed=seed, training=epoch >= 0)
+        fields = {name: np.empty((len(chosen), *f.shape), f.dtype) for name, f in source.fields.items()}
+        source.read(chosen, np.full(len(chosen), epoch), fields)
+        rows.append(augmented(fields, settings) if epoch >= 0 else fields["pixels"])
+    frame = ((0, 0), (0, GAP), (0, GAP), (0, 0))
+    lines = [np.concatenate(np.pad(row[:count], frame, constant_values=255), 1) for row in rows]
+    return png(np.concatenate(lines)[:-GAP, :-GAP])
+
+
+def damaged_images(data: DataConfig, images: Images) -> Iterator[tuple[int, str]]:
+    """Decode all images, and yield number and reason of each that is damaged."""
+    settings = ImagesConfig(damaged="skip")
+    checked = DataConfig(workers=data.workers, prefetch=data.prefetch, images=settings)
+    if not len(images):
+        return
+    loader = image_loader(checked, images, size=32, seed=0, training=False, batch=64)
+    crop, start = Cropping(32, settings), 0
+    with progress("decoding", len(images), " images") as advance:
+        for batch in loader:
+            for row in np.nonzero(batch.fields["damaged"])[0].tolist():
+                try:
+                    crop.evaluation(images.item(start + row))
+                except Damaged as why:
+                    yield start + row, str(why)
+            advance(min(64, len(images) - start))
+            start += 64
