@@ -95,7 +95,9 @@ class DataConfig(Section, section="data"):
     """Prepared sets, and the order in which their samples come."""
 
     path: str | dict[str, float] | None = key(
-        "a set made by `tokenformer prepare` (or an official one), or a blend: {path: weight, …}", None, above=0
+        "a set made by `tokenformer prepare` (or an official one), or a blend: {path: weight, …}; or images",
+        None,
+        above=0,
     )
     order: Literal["permutation", "official"] = key(
         "of the samples: a keyed permutation of each epoch, or the document, sample and shuffle order of GPT-NeoX",

@@ -60,7 +60,15 @@ def test_each_operation_does_what_pillow_does(name):
         if name in ("rotate", "shear_x", "shear_y", "translate_x", "translate_y"):
             assert (wrong > 2).float().mean() < 0.06 and wrong.float().mean() < 2.5, (level, wrong.float().mean())
         else:
-            assert wrong.max() <= 1, level
+            # where Pillow computes with floating point numbers, a rounding may differ
+            blended = name in (
+                "autocontrast",
+                "color",
+                "contrast",
+                "brightness",
+                "sharpness",
+            )
+            assert wrong.max() <= blended, level
     assert not torch.equal(ours, tensor(*images))
 
 

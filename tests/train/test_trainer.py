@@ -270,6 +270,12 @@ def test_micro_batches_that_a_pipeline_cannot_share_are_refused(tiny):
         with_batch_sizes(tiny("micro_batch=4"), world=1, pipeline=2)
 
 
+def test_a_language_model_refuses_the_keys_of_images(tiny, tmp_path):
+    with pytest.raises(UserError, match=r"data.images is for image models"):
+        Trainer(tiny("data.images.flip=0.1"), tmp_path / "run").run()
+    assert not (tmp_path / "run").exists()
+
+
 def test_changes_that_may_be_made_are_said(tiny, tmp_path, capsys):
     train(tiny("steps=3"), tmp_path / "run")
     capsys.readouterr()

@@ -31,7 +31,7 @@ def augment(batch: Mapping[str, Any], settings: ImagesConfig, classes: int) -> t
     >>> x.shape, x.max().item(), targets.tolist()
     (torch.Size([2, 3, 4, 4]), -1.0, [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     """
-    x, label, draws = batch["pixels"].permute(0, 3, 1, 2), batch["label"], batch.get("draws")
+    x, label, draws = batch["pixels"].permute(0, 3, 1, 2).contiguous(), batch["label"], batch.get("draws")
     if draws is None:
         return normalise(x, settings), soft_targets(label, classes)
     draws = draws.cpu().numpy() if isinstance(draws, Tensor) else np.asarray(draws)
@@ -113,7 +113,9 @@ def _erase(x: Tensor, draws: Mapping[str, np.ndarray]) -> Tensor:
         number = number & _MASK
         number = (number ^ (number >> 15)) * factor
     number = (number ^ (number >> 13)) & _MASK
-    four = torch.stack([(number >> shift) & 255 for shift in (0, 8, 16, 24)]).sum(0)  # is nearly normal
+    four = number & 255
+    for shift in (8, 16, 24):
+        four = four + ((number >> shift) & 255)  # the sum of four bytes is nearly normal
     noise = ((four - 510) / math.sqrt((256**2 - 1) / 3)).view(some.shape)
     return x.index_copy(0, at, torch.where(_inside(some, top, top + height, left, left + width), noise, some))
 

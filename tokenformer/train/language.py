@@ -26,6 +26,10 @@ class LanguageTask(Task):
         super().__init__(config, place, device)
         c = config
         times = c.steps // c.validation.every + 1 if c.validation.every else 1
+        if c.data.images is not None:
+            raise UserError(
+                "data.images is for image models, and this is a language model: remove it, or set model.of=image"
+            )
         sets = open_sets(c.data, c.model.vocab)
         self.tokenizer = text_tokenizer(c.data, sets)
         load = functools.partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **self.cut)

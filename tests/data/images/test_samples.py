@@ -58,7 +58,7 @@ def test_workers_micro_batches_and_ranks_change_no_bit(tars):
     joined = {name: np.stack([r[name].reshape(8, 2, *r[name].shape[1:]) for r in ranks], 1) for name in alone}
     assert_same(alone, {name: a.reshape(32, *a.shape[3:]) for name, a in joined.items()})
     other = steps(loader(data, seed=2), 8)
-    assert not np.array_equal(alone["draws"], other["draws"])
+    assert len(np.unique(np.concatenate([alone["draws"], other["draws"]]), axis=0)) == 64
 
 
 def test_a_run_that_was_killed_in_the_middle_of_a_tar_goes_on_with_the_same_bits(tars):

@@ -84,8 +84,8 @@ class Cropping(NamedTuple):
 def random_box(width: int, height: int, draws: np.ndarray, settings: ImagesConfig) -> tuple[float, ...]:
     """Return left, top, right and bottom of a crop of random area and ratio; of the centre where ten tries do not fit.
 
-    >>> random_box(100, 50, np.full(CROP_DRAWS, 0.5), ImagesConfig())
-    (24, 0, 76, 50)
+    >>> random_box(100, 60, np.full(CROP_DRAWS, 0.5), ImagesConfig())
+    (22, 2, 79, 59)
     """
     (least, most), ratios = settings.crop_scale, settings.crop_ratio
     low, high = (math.log(ratio) for ratio in ratios)
@@ -133,20 +133,18 @@ def _guarded(item: bytes | np.ndarray, make: Any) -> np.ndarray:
             with Image.open(io.BytesIO(item), formats=FORMATS) as image:
                 width, height = image.size
                 if width * height > MOST_PIXELS:
-                    raise Damaged(_too_large(width, height))
+                    raise Damaged(
+                        f"it is {width:,} × {height:,} pixels, more than the {MOST_PIXELS:,} that are decoded"
+                    )
                 return np.asarray(make(image))
     except (Damaged, MemoryError):
         raise
-    except Image.DecompressionBombError as error:
-        raise Damaged(f"it would fill the memory ({error})") from None
+    except Image.DecompressionBombError:  # Pillow's own limit, twice as high
+        raise Damaged(f"it has more than the {MOST_PIXELS:,} pixels that are decoded") from None
     except Image.UnidentifiedImageError:
         raise Damaged(f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file") from None
     except Exception as error:  # decoders raise nearly every kind for files that are not what they say
         raise Damaged(f"it cannot be decoded ({error or type(error).__name__})") from None
-
-
-def _too_large(width: int, height: int) -> str:
-    return f"it is {width:,} × {height:,} pixels, more than the {MOST_PIXELS:,} that are decoded"
 
 
 def _orientation(image: Any) -> int:

@@ -77,7 +77,7 @@ class Pieces:
         file, offset, _ = self.places[index].tolist()
         path = self.files[file]
         if path.endswith(".tar"):
-            head = _read_at(path, self._stamps[file], offset - 512, 100).split(b"\0")[0]
+            head = _read_at(path, self._stamps[file], max(0, offset - 512), 100).split(b"\0")[0]
             return f"{head.decode('utf-8', 'replace')} in {path}"
         return f"image {index - int(np.searchsorted(self.places[:, 0], file)) + 1} of {path}"
 
