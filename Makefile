@@ -1,6 +1,6 @@
 # make demo    a tiny TokenFormer on Shakespeare that grows on the way; some minutes on two CPU cores; runs/demo/report.html
 # make test    linter, type checker, tests
-# make test-slow    soaks and the fuzzer, half an hour on two cores
+# make test-slow    soaks and the fuzzer, a quarter of an hour on two cores
 # make test-hosts   tests of two hosts on this machine: a real Slurm, network namespaces; Debian, as root
 # make lint    linter and type checker alone
 # make setup   an environment in .venv with everything the tests need
@@ -32,7 +32,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not hosts'
 
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not gpu and not hosts' --durations=0 -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not hosts' --durations=0 -rs
 
 test-hosts: setup hosts
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m hosts tests/parallel

@@ -1,69 +1,75 @@
 """Plant random bugs, one at a time, and see whether the tests notice.
 
-    python tests/mutate.py --count 150 --seed 1 --jobs 2 --out mutants.jsonl
+    nice python tests/mutate.py --count 150 --seed 1 --out mutants.jsonl
 
 A bug is a small change of the syntax tree: a comparison or an operator for another, a number off by one, a condition
-negated, two arguments swapped, a statement left out. Each is planted in a copy of the tree, where the tests of its
-room run until the first fails or the time is over. Survivors are printed with the line as it was and as it is.
+negated, two arguments swapped, a statement left out. What cannot be a bug (messages, types, time-outs) is not drawn.
 
-Unusual: this is no test, and takes hours. Some survivors are no bugs (a longer time-out, a better-worded message):
-read them.
+First the tests run once in a copy of the tree and say which statements each of them reaches (reach.py). This takes
+some 15 minutes and is kept beside --out. Then each bug is planted in that copy, and the tests that reach its statement
+run, the quickest first, until one fails or their time is over: in a process forked from this one, which has torch
+loaded. A test that failed must pass without the bug. Run again with the same --out, it goes on where it stopped.
+
+Unusual: this is no test, and takes an hour or two of one core. Read the survivors: some are no bugs, the others want
+a test. `mutants.md` tells of those that were found.
 """
 
 import argparse
 import ast
+import contextlib
 import copy
+import importlib
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parents[1]
-ROOMS = {  # the tests that belong to each; those of the file's own name run first
-    "ops": ["tests/ops", "tests/models"],
-    "models": [
-        "tests/models",
-        "tests/growth/test_tokens.py",
-        "tests/hub/test_official.py",
-        "tests/infer/test_engine.py",
-    ],
-    "growth": ["tests/growth", "tests/train/test_growing.py"],
-    "data": ["tests/data"],
-    "train": ["tests/train"],
-    "parallel": [
-        "tests/parallel/test_mesh.py",
-        "tests/parallel/test_estimate.py",
-        "tests/parallel/test_equal.py::test_ten_steps_in_float64_are_those_of_one_process",
-    ],
-}
-LEFT_OUT = ("kernels", "slurm.py", "page.py", "plot.py", "loggers.py")  # need a GPU, a cluster, or a reader
-CASES = ("theta-softmax", "token2-adamw", "shard2-muon", "pipeline2-adamw", "grow-token2", "transformer-token2")
-FEWER = f"""
-RUNS = {{name: run for name, run in RUNS.items() if name in {CASES}}}
+ROOMS = ("ops", "models", "growth", "data", "train", "parallel")
+LEFT_OUT = ("kernels", "page.py", "plot.py", "loggers.py")  # for a GPU, or for somebody who looks
+TESTS = [
+    *(f"tokenformer/{room}" for room in ROOMS),
+    *(f"tests/{room}" for room in ROOMS),
+    *(f"tests/cli/test_{verb}.py" for verb in "data grow shrink train prepare tokenizer info_convert".split()),
+    *"tests/infer/test_engine.py tests/hub/test_official.py tests/hub/test_folder.py tests/test_config.py".split(),
+    *"tests/hub/test_tools.py tests/test_before.py".split(),
+]
+BY_CASE = ("tests/parallel/test_equal.py", "tests/parallel/test_tokens.py")  # all of their runs at once take minutes,
+CASES = (  # so these alone are run, each by itself
+    *"token2-adamw theta-softmax theta-gelu_l2_norm shard2-muon pipeline2-adamw pipeline2-interleaved-muon".split(),
+    *"hybrid-adamw grow-token2 grow-both transformer-token2 llama-both whole-token2 joint offload".split(),
+    *"one three softmax whole zero2".split(),
+)
+ONLY = """
+import os
+{0} = {{name: run for name, run in {0}.items() if name in os.environ.get("ONLY", name).split()}}
 """
+LOADED = "pytest hypothesis numpy yaml safetensors.torch tokenizers torch._dynamo torch.distributed.fsdp"
+LOADED += " torch.distributed.checkpoint torch.distributed.pipelining torch.distributed.tensor.parallel"
 COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 COMPARE |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
 OPERATE = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
 OPERATE |= {ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
-SAYING = {"print", "say", "UserError", "need", "key", "warn", "ValueError", "TypeError"}  # what they get is text
-
-
-GOOD: set[str] = set()  # tests that were seen to pass without a bug
+SAYING = set("print say tell UserError need key warn warning progress Progress ValueError TypeError sleep".split())
+NO_SWAP = set("isinstance getattr hasattr next max min cast promote_types".split())  # fails at once, or changes nothing
+NO_BUG = {"timeout", "seconds", "flush", "daemon", "non_blocking", "stacklevel"}  # keywords
 
 
 class Mutant(NamedTuple):
     room: str
     file: str
     line: int
+    first: int  # a test that reaches a statement that begins on these lines may notice the bug
+    last: int
     what: str
     old: str
     new: str
@@ -72,129 +78,141 @@ class Mutant(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=150, help="bugs, equally many a room")
+    parser.add_argument("--count", type=int, default=150, help="bugs, equally many per room")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rooms", nargs="+", choices=list(ROOMS), default=list(ROOMS))
-    parser.add_argument("--seconds", type=float, default=240, help="time for the tests of one bug")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", help="one JSON line a bug, written as it is found")
+    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), help="folders of the package")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests per bug, as long as they take without it")
+    parser.add_argument("--out", default="mutants.jsonl", help="one JSON line per bug")
     args = parser.parse_args()
+    out = Path(args.out).resolve()
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
     chosen = draw(args.rooms, args.count, random.Random(args.seed))
-    verdicts: dict[str, list[Mutant]] = {"caught": [], "timed out": [], "survived": []}
-    with tempfile.TemporaryDirectory(prefix="mutate-") as work, ThreadPoolExecutor(args.jobs) as pool:
-        trees: SimpleQueue[Path] = SimpleQueue()
-        for job in range(args.jobs):
-            trees.put(plant_tree(Path(work) / str(job)))
-
-        def one(mutant: Mutant) -> tuple[Mutant, str, str, float]:
-            tree, start = trees.get(), time.monotonic()
-            try:
-                return mutant, *judge(tree, mutant, args.seconds), time.monotonic() - start
-            finally:
-                trees.put(tree)
-
-        for mutant, verdict, by, seconds in pool.map(one, chosen):
-            verdicts[verdict].append(mutant)
-            row = {**mutant._asdict(), "verdict": verdict, "by": by, "seconds": round(seconds, 1)}
-            row.pop("text")
-            print(
-                f"{verdict:10}{mutant.file}:{mutant.line}  {mutant.what}: {mutant.old}  →  {mutant.new}  {by}",
-                flush=True,
-            )
-            if args.out:
-                with open(args.out, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    found = len(verdicts["caught"]) + len(verdicts["timed out"])
-    print(
-        f"{found} of {len(chosen)} caught ({len(verdicts['timed out'])} by time), {len(verdicts['survived'])} survived"
-    )
+    with tempfile.TemporaryDirectory(prefix="mutate-") as work:
+        tree = plant_tree(Path(work) / "tree")
+        reach = out.with_suffix(".reach.jsonl")
+        if not reach.exists():
+            find_reach(tree, Path(work), reach)
+        tests = [json.loads(line) for line in reach.read_text(encoding="utf-8").splitlines()]
+        for module in LOADED.split():
+            importlib.import_module(module)
+        for mutant in chosen:
+            place = {"file": mutant.file, "line": mutant.line, "old": mutant.old, "new": mutant.new}
+            if not any(place.items() <= row.items() for row in rows):
+                start = time.monotonic()
+                verdict, by, why = judge(tree, mutant, tests, args.seconds)
+                row = {"room": mutant.room, "what": mutant.what, **place, "verdict": verdict, "by": by, "why": why}
+                rows.append({**row, "seconds": round(time.monotonic() - start, 1)})
+                with open(out, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(rows[-1], ensure_ascii=False) + "\n")
+                print(f"{verdict:10}{mutant.file}:{mutant.line}  {mutant.old}  →  {mutant.new}  {by}", flush=True)
+    for room in (*args.rooms, ""):
+        verdicts = [row["verdict"] for row in rows if row["room"].startswith(room)]
+        found = len(verdicts) - verdicts.count("survived")
+        print(f"{room or 'all':10}{found} of {len(verdicts)} caught, {verdicts.count('timed out')} of them by time")
     return 0
 
 
 def draw(rooms: list[str], count: int, chance: random.Random) -> list[Mutant]:
     """Equally many of each room; inside a room, a kind of change first, so that rare kinds come too."""
-    chosen = []
+    chosen: list[Mutant] = []
     for i, room in enumerate(rooms):
-        kinds: dict[str, list[Mutant]] = {}
+        kinds: dict[str, list[tuple]] = {}
         for path in sorted((HERE / "tokenformer" / room).rglob("*.py")):
-            if not any(part in LEFT_OUT for part in path.relative_to(HERE).parts):
-                for mutant in mutants(room, path):
-                    kinds.setdefault(mutant.what, []).append(mutant)
-        for _ in range(count * (i + 1) // len(rooms) - count * i // len(rooms)):
-            pool = kinds[chance.choice(sorted(kind for kind in kinds if kinds[kind]))]
-            chosen.append(pool.pop(chance.randrange(len(pool))))
+            if not any(part in LEFT_OUT for part in path.relative_to(HERE / "tokenformer" / room).parts):
+                for what, node, new, where in changes(ast.parse(path.read_text(encoding="utf-8"))):
+                    kinds.setdefault(what, []).append((path, node, new, where))
+        while len(chosen) < count * (i + 1) // len(rooms):
+            what = chance.choice(sorted(kind for kind in kinds if kinds[kind]))
+            path, node, new, where = kinds[what].pop(chance.randrange(len(kinds[what])))
+            source = path.read_text(encoding="utf-8")
+            lines = source.encode().splitlines(keepends=True)  # columns of the tree count bytes
+            first, last = node.lineno - 1, node.end_lineno - 1
+            before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
+            text = b"".join([*lines[:first], before, new.encode(), after, *lines[last + 1 :]]).decode()
+            old, file = " ".join(ast.get_source_segment(source, node).split()), str(path.relative_to(HERE))
+            with contextlib.suppress(SyntaxError):
+                compile(text, file, "exec")
+                chosen.append(Mutant(room, file, node.lineno, *where, what, old[:90], new[:90], text))
     return chosen
 
 
-def mutants(room: str, path: Path) -> Iterator[Mutant]:
-    source = path.read_text(encoding="utf-8")
-    lines = source.encode().splitlines(keepends=True)  # columns of the tree count bytes
-    for what, node, new in changes(ast.parse(source)):
-        first, last = node.lineno - 1, node.end_lineno - 1
-        before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
-        old = ast.get_source_segment(source, node) or ""
-        text = b"".join([*lines[:first], before, new.encode(), after, *lines[last + 1 :]]).decode()
-        try:
-            compile(text, str(path), "exec")
-        except SyntaxError:
-            continue
-        short = " ".join(old.split())
-        yield Mutant(room, str(path.relative_to(HERE)), node.lineno, what, short[:90], new[:90], text)
-
-
-def changes(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
-    """What could be changed: (kind, node, its new text)."""
-    for node in reached(tree):
-        other = copy.deepcopy(node)
+def changes(tree: ast.Module) -> Iterator[tuple[str, ast.expr | ast.stmt, str, tuple[int, int]]]:
+    """What could be changed: (kind, node, its new text, which lines a test has to reach)."""
+    for node, where in running(tree):
         if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARE:
+            other = copy.deepcopy(node)
             other.ops[0] = COMPARE[type(node.ops[0])]()
-            yield "comparison", node, f"({ast.unparse(other)})"
-        elif isinstance(node, ast.BinOp) and type(node.op) in OPERATE:
+            yield "comparison", node, f"({ast.unparse(other)})", where
+        elif isinstance(node, ast.BinOp) and type(node.op) in OPERATE and not joins_text(node):
+            other = copy.copy(node)
             other.op = OPERATE[type(node.op)]()
-            yield "operator", node, f"({ast.unparse(other)})"
+            yield "operator", node, f"({ast.unparse(other)})", where
         elif isinstance(node, ast.BoolOp):
+            other = copy.copy(node)
             other.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-            yield "and, or", node, f"({ast.unparse(other)})"
+            yield "and, or", node, f"({ast.unparse(other)})", where
         elif isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
             value = (not node.value) if isinstance(node.value, bool) else node.value + 1
-            yield "constant", node, repr(value)
+            yield "constant", node, repr(value), where
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
-            yield "sign", node, f"({ast.unparse(node.operand)})"
-        elif (
-            isinstance(node, ast.Call) and len(node.args) > 1 and not any(isinstance(a, ast.Starred) for a in node.args)
-        ):
-            other.args[0], other.args[1] = other.args[1], other.args[0]
-            if ast.unparse(other) != ast.unparse(node):
-                yield "arguments", node, ast.unparse(other)
-        elif isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.NamedExpr):
-            yield "condition", node.test, f"(not ({ast.unparse(node.test)}))"
+            yield "sign", node, f"({ast.unparse(node.operand)})", where
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and called(node) not in NO_SWAP:
+            other = copy.copy(node)
+            other.args = [node.args[1], node.args[0], *node.args[2:]]
+            if ast.unparse(other) != ast.unparse(node) and not any(isinstance(a, ast.Starred) for a in node.args):
+                yield "arguments", node, ast.unparse(other), where
+        elif isinstance(node, ast.If | ast.While | ast.IfExp):
+            if not isinstance(node.test, ast.NamedExpr | ast.UnaryOp | ast.Compare):  # those are changed above
+                yield "condition", node.test, f"(not ({ast.unparse(node.test)}))", where
         elif isinstance(node, ast.Assign | ast.AugAssign | ast.Expr) and not isinstance(node.value, ast.Yield):
-            yield "left out", node, "pass"
+            yield "left out", node, "pass", where
 
 
-def reached(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs and matters: no annotations, docstrings, decorators, messages, or parts of f-strings."""
-    yield node
+def joins_text(node: ast.BinOp) -> bool:
+    """A path or a text, for which another operator is no mistake that anybody makes."""
+    parts = (node.left, node.right)
+    return any(
+        isinstance(p, ast.JoinedStr) or (isinstance(p, ast.Constant) and isinstance(p.value, str)) for p in parts
+    )
+
+
+def running(node: ast.AST, where: tuple[int, int] = (1, 999), inside: bool = False) -> Iterator[tuple]:
+    """What runs and matters, with its lines: the statement inside a function, the function of a default, else all."""
+    if isinstance(node, ast.stmt) and inside:
+        where = (node.lineno, node.lineno)
+    elif isinstance(node, ast.FunctionDef):
+        where, inside = (node.lineno, node.end_lineno or node.lineno), True
+    yield node, where
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list"):
-            continue
-        for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr | ast.Raise | ast.Assert):
-                continue
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-                continue
-            if isinstance(child, ast.Call):
-                called = child.func.attr if isinstance(child.func, ast.Attribute) else getattr(child.func, "id", "")
-                if called in SAYING:
-                    if called == "need" and child.args:
-                        yield from reached(child.args[0])
-                    continue
-            yield from reached(child)
+        if name not in ("annotation", "returns", "decorator_list"):
+            for child in value if isinstance(value, list) else [value]:
+                if called(child) == "need":  # need(what must hold, a sentence)
+                    yield from running(child.args[0], where, inside)
+                elif isinstance(child, ast.AST) and not only_said(child):
+                    yield from running(child, where, inside)
+
+
+def called(node: object) -> str:
+    if not isinstance(node, ast.Call):
+        return ""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def only_said(node: ast.AST) -> bool:
+    """Text for a reader, or what makes nothing wrong."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant) or called(node.value) in SAYING - {"need"}
+    if isinstance(node, ast.FunctionDef):
+        return node.name in ("__repr__", "__str__")
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'")
+    if isinstance(node, ast.keyword):
+        return node.arg in NO_BUG
+    return isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert) or called(node) in SAYING
 
 
 def plant_tree(folder: Path) -> Path:
-    """A copy of what is tracked or new, with a few of the parallel runs alone: all of them take minutes."""
-    folder.mkdir()
+    """A copy of what is tracked or new, where processes may mark what they reach and $ONLY names the parallel runs."""
     listed = subprocess.run(
         ["git", "-C", HERE, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -204,57 +222,136 @@ def plant_tree(folder: Path) -> Path:
         if name and (HERE / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(HERE / name, folder / name)
-    with open(folder / "tests" / "parallel" / "cases.py", "a", encoding="utf-8") as file:
-        file.write(FEWER)
-    with open(folder / "tests" / "parallel" / "conftest.py", "a", encoding="utf-8") as file:
-        file.write("\nfor name in COUNTS.keys() - {'l2', 'one', 'three', 'softmax', 'whole'}:\n    del COUNTS[name]\n")
+    (folder / "sitecustomize.py").write_text(
+        "import os\nif 'REACHED' in os.environ:\n    from tests.reach import leave_marks\n\n    leave_marks()\n"
+    )
+    for name, what in (("cases.py", "RUNS"), ("conftest.py", "COUNTS")):
+        with open(folder / "tests" / "parallel" / name, "a", encoding="utf-8") as file:
+            file.write(ONLY.format(what))
     return folder
 
 
-def judge(tree: Path, mutant: Mutant, seconds: float) -> tuple[str, str]:
-    """(verdict, the test that failed). A test that fails without the bug too does not count."""
+def environment(tree: Path, tests: list[str]) -> dict[str, str]:
+    cases = [re.search(r"\[(.*?)(-statistics\d)?\]", test)[1] for test in tests if test.startswith(BY_CASE)]
+    found = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return found | ({"ONLY": " ".join(cases)} if cases else {})
+
+
+def find_reach(tree: Path, work: Path, reach: Path) -> None:
+    """Runs all tests once, in a tree whose processes mark the statements that they execute."""
+    marks = work / "marks"
+    marks.write_bytes(bytes(200_000))
+    settings = {"REACHED": str(marks), "TORCH_COMPILE_DISABLE": "1"}  # a mark would end a graph
+    how = [sys.executable, "-m", "pytest", "-p", "tests.reach", "-p", "no:cacheprovider", "--tb=line"]
+    how += ["-m", "not slow and not gpu and not hosts"]
+    for case in (None, *CASES):
+        which = [*TESTS, *(f"--ignore={file}" for file in BY_CASE)] if case is None else [*BY_CASE, "-k", f"[{case}"]
+        more = {} if case is None else {"ONLY": case}
+        subprocess.run(
+            [*how, *which], cwd=tree, env={**os.environ, **environment(tree, []), **settings, **more}, check=False
+        )
+    shutil.copyfile(f"{marks}.jsonl", reach)
+
+
+def chosen_tests(mutant: Mutant, tests: list[dict], seconds: float) -> list[tuple[list[str], float]]:
+    """The quickest that reach the bug, as long as the time allows: those of one process, then each parallel run."""
+    lines = range(mutant.first, mutant.last + 1)
+    found = [test for test in tests if any(line in lines for line in test["reached"].get(mutant.file, ()))]
+    together: list[str] = []
+    alone: list[tuple[list[str], float]] = []
+    paid: set[str] = set()  # a fixture that tests share is made once
+    spent = 0.0
+    for test in sorted(found, key=lambda test: test["seconds"] + sum(test["shared"].values())):
+        cost = test["seconds"] + sum(cost for name, cost in test["shared"].items() if name not in paid)
+        if spent + cost > seconds and spent:
+            break
+        paid |= test["shared"].keys()
+        spent += cost
+        if test["test"].startswith(BY_CASE):
+            alone.append(([test["test"]], cost))
+        else:
+            together.append(test["test"])
+    return [(together, spent)] * bool(together) + alone
+
+
+def judge(tree: Path, mutant: Mutant, tests: list[dict], seconds: float) -> tuple[str, str, str]:
+    """(verdict, the test that failed, how). A test that fails without the bug too does not count."""
     path = tree / mutant.file
-    named = sorted((tree / "tests" / mutant.room).rglob(f"test_{path.stem}*.py"))
-    first = [str(p.relative_to(tree)) for p in named]
-    which = "not slow and not gpu and not hosts" + ("" if mutant.room == "parallel" else " and not multi")
-    tests = [mutant.file, *first, *(p for p in ROOMS[mutant.room] if (tree / p.split("::")[0]).exists())]
     kept = path.read_text(encoding="utf-8")
-    path.write_text(mutant.text, encoding="utf-8")
-    try:
-        code, failed = tested(tree, [*tests, "-m", which], seconds)
-    except subprocess.TimeoutExpired:
-        return "timed out", ""
-    finally:
-        path.write_text(kept, encoding="utf-8")
-    if code == 0:
-        return "survived", ""
-    if failed and failed not in GOOD and tested(tree, [failed], 10 * seconds)[0] != 0:
-        raise SystemExit(f"{failed} fails without any bug: nothing can be learned from it")
-    GOOD.add(failed)
-    return "caught", failed or "at import"
+    batches = chosen_tests(mutant, tests, seconds)
+    if not batches:
+        return "survived", "", "no test reaches it"
+    while batches:
+        batch, cost = batches.pop(0)
+        path.write_text(mutant.text, encoding="utf-8")
+        try:
+            failed, why = tested(tree, batch, 5 * cost + 60)
+        finally:
+            path.write_text(kept, encoding="utf-8")
+        if failed == "":
+            return "timed out", "", why
+        if failed is not None:
+            if tested(tree, [failed if "::" in failed else batch[0]], 5 * cost + 60)[0] is None:
+                return "caught", failed, why
+            print(f"{failed} fails without the bug too", flush=True)
+            if failed in batch[:-1]:
+                batches.insert(0, (batch[batch.index(failed) + 1 :], cost))
+    return "survived", "", ""
 
 
-def tested(tree: Path, words: list[str], seconds: float) -> tuple[int, str]:
-    """pytest's exit code, and the first test that failed."""
-    how = "-x -q --tb=no -p no:cacheprovider -p no:logging".split()
-    settings = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *how, *words],
-        cwd=tree,
-        env={**os.environ, **settings},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
-        raise
-    lines = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return process.returncode, lines[0].split(" ", 1)[1].split(" - ")[0] if lines else ""
+class Witness:
+    """A plugin of pytest that writes down which test failed first, and how."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed:
+            self.pytest_collectreport(report)
+
+    def pytest_collectreport(self, report) -> None:
+        if report.failed and not self.file.exists():
+            said = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+            self.file.write_text(json.dumps([report.nodeid, (said or report.longreprtext.splitlines()[-1:])[0][:200]]))
+
+
+def tested(tree: Path, tests: list[str], seconds: float) -> tuple[str | None, str]:
+    """The first test that failed, or None, and how. Past the time it is ""."""
+    witness, log, temporary = (tree.parent / name for name in ("witness", "log", "temporary"))
+    witness.unlink(missing_ok=True)
+    for cache in (tree / "tokenformer").rglob("__pycache__"):  # a process that was given no environment wrote it
+        shutil.rmtree(cache)
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.chdir(tree)
+        os.environ |= environment(tree, tests)
+        sys.path[0], sys.dont_write_bytecode = str(tree), True
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        code: int = 1
+        try:
+            words = ["-x", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={temporary}", *tests]
+            code = int(importlib.import_module("pytest").main(words, plugins=[Witness(witness)]))
+        finally:
+            os._exit(code)
+    end, status = time.monotonic() + seconds, None
+    while status is None and time.monotonic() < end:
+        time.sleep(0.05)
+        found, status = os.waitpid(pid, os.WNOHANG)
+        status = status if found else None
+    if status is None:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return "", f"no end after {seconds:.0f} s"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # what the tests left running
+    if witness.exists():
+        return tuple(json.loads(witness.read_text()))
+    if status:
+        return tests[0], "\n".join(log.read_text(errors="replace").splitlines()[-3:])[-300:]
+    return None, ""
 
 
 if __name__ == "__main__":

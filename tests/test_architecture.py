@@ -115,16 +115,21 @@ def test_no_file_is_longer_than_one_idea():
 
 
 def test_importing_the_package_is_quick_and_imports_nothing_heavy():
-    """Beyond torch: under 0.3 s (best of three), and no optional library comes with it or with the command line."""
+    """Beyond torch: no optional library comes with it or with the command line, and few modules of any kind.
+
+    Modules are counted, not seconds, which on a busy machine measure the others: all of ours and of Python's that the
+    command line needs are some 25, and each of the libraries that would be felt brings more than the room left.
+    """
+    heavy = [*OPTIONAL, "rich", "huggingface_hub", "tokenizers", "torch._dynamo"]
     code = (
-        "import sys, time, torch; start = time.perf_counter(); import tokenformer, tokenformer.cli.main as m; "
-        "m.build_parser(); took = time.perf_counter() - start; "
-        f"print(took, [n for n in {[*OPTIONAL, 'rich', 'huggingface_hub', 'tokenizers']} if n in sys.modules])"
+        "import sys, torch; before = set(sys.modules); import tokenformer, tokenformer.cli.main as m; "
+        "m.build_parser(); new = set(sys.modules) - before; "
+        f"print(len(new), [name for name in {heavy} if name in new])"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    times, heavy = zip(*(run.stdout.split(" ", 1) for run in runs), strict=True)
-    assert min(map(float, times)) < 0.3
-    assert {h.strip() for h in heavy} == {"[]"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, found = run.stdout.split(" ", 1)
+    assert found.strip() == "[]"
+    assert int(count) < 60, run.stdout
 
 
 def test_every_public_name_can_be_reached():

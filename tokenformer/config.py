@@ -229,8 +229,7 @@ class Config(Section):
     )
     seed: int = key("seed of the initial values and of the order of the data", 1234)
     start: str | None = key(
-        "weights to begin with (folder, run, official); of a smaller model they fill the first parameter tokens",
-        None,
+        "weights to begin with (folder, run, official); of a smaller model they fill the first parameter tokens", None
     )
     data: DataConfig = key("what it is trained on", make=DataConfig)
     optimizer: OptimizerConfig = key("the update rule", make=OptimizerConfig)
@@ -250,7 +249,7 @@ class Config(Section):
         super().__post_init__()
         listed = self.growth if isinstance(self.growth, list) else []
         plateau = any("plateau" in stage.at for stage in listed)
-        need(not plateau or self.validation.every > 0, "growth at a plateau looks at validations: set validation.every")
+        need(not plateau or self.validation.every > 0, "growth at a plateau needs validations: set validation.every")
         schedules = [self.schedule, *(stage.schedule for stage in listed if stage.schedule)]
         need(
             not plateau or all(schedule.count == "steps" for schedule in schedules),
@@ -266,7 +265,7 @@ class Config(Section):
 
 @dataclass(frozen=True)
 class ModelFile:
-    """The config.yml that stands beside weights: the model alone."""
+    """The config.yml beside weights: the model alone."""
 
     model: ModelConfig = key("the model")
 

@@ -57,7 +57,7 @@ class Growth(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthStage(Growth, section="growth"):
-    """One growth of a run: when, to what size, how, and how training goes on."""
+    """One growth of a run: when, to what size, by which rules, and how training continues."""
 
     at: dict[str, float] = key(
         "when: {step: 1000}, {tokens: 2e9} (whatever the task counts), {compute: 0.25} (a share of the run's compute), "
@@ -65,8 +65,8 @@ class GrowthStage(Growth, section="growth"):
         above=0,
     )
     rate: float = key("the learning rate is multiplied by this from here on, until the next stage", 1.0, least=0)
-    warmup: int = key("steps over which the rate climbs from 0 again", 0, least=0)
-    schedule: ScheduleConfig | None = key("a schedule that begins here; absent = the one before goes on", None)
+    warmup: int = key("steps of linear warm-up from 0 after the growth", 0, least=0)
+    schedule: ScheduleConfig | None = key("a schedule that begins here; absent = the current one continues", None)
     state: Literal["keep", "drop"] = key("the optimizer's state of old parameters (the official code drops it)", "keep")
     old_tokens: float = key(
         "rate of the parameter tokens that were there before, as a share; 0 freezes all that was there, embedding, "

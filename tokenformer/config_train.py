@@ -101,7 +101,7 @@ class CheckpointConfig(Section, section="checkpoint"):
     also: list[int] = key("further steps to save at", make=list)
     keep: int = key("how many of the newest are kept; 0 = all", 3, least=0)
     keep_every: int = key("those at multiples of this many steps are kept for good; 0 = none", 0, least=0)
-    background: bool = key("write while training goes on", False)
+    background: bool = key("write in a thread while training continues", False)
     on_failure: Literal["stop", "continue"] = key("when one cannot be written (disk full)", "stop")
 
 
@@ -146,7 +146,7 @@ class ParallelConfig(Section, section="parallel"):
     reshard_after_forward: bool = key("with shard: free parameters after forward, gather them again in backward", True)
     offload: bool = key("with shard: parameters and optimizer state live in the host's memory", False)
     segments: Literal["split", "per-rank"] = key(
-        "with token: every segment is split, or a rank holds whole ones (nothing to reduce for their norms)", "split"
+        "with token: every segment is split, or a rank holds whole ones (no all-reduce for their norms)", "split"
     )
     schedule: Literal["gpipe", "1f1b", "interleaved"] = key("with pipeline: the order of the micro-batches", "1f1b")
     timeout: float = key("seconds that a rank waits for the others before it gives up", 600.0, above=0)

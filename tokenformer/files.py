@@ -220,7 +220,9 @@ def download(url: str, path: str | Path, *, checksum: str | None = None, tries: 
             if expected and sha256(part) != expected:
                 part.unlink()
                 about.unlink()
-                raise UserError(f"what came from {url} has not the checksum {expected}: start again to fetch it anew")
+                raise UserError(
+                    f"what came from {url} has not the checksum {expected}: run it again to download it anew"
+                )
             sync(part)
             os.replace(part, path)
             about.unlink()

@@ -39,7 +39,7 @@ def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
     try:
         if not is_file(path):
             exists = os.path.lexists(path)
-            raise UserError(f"{_cut(path)} is {'no plain file: give one' if exists else 'missing: check the path'}")
+            raise UserError(f"{cut(path)} is {'no plain file: give one' if exists else 'missing: check the path'}")
         size = os.stat(path).st_size
         if size > most:
             raise UserError(f"{path} has {size:,} bytes, more than the {most:,} that such a file may have: get it anew")
@@ -47,7 +47,7 @@ def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file in UTF-8 (byte {error.start}): give one, or get it anew") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{_cut(path)} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        raise UserError(f"{cut(path)} cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def read_json(path: str | Path) -> dict:
@@ -104,7 +104,7 @@ def parse_yaml(text: str, where: str) -> Any:
     except RecursionError:
         raise UserError(f"{where} is nested too deeply, or into itself: write it flatter") from None
     except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise UserError(f"{where} is not YAML that we read: {_cut(' '.join(str(error).split()))}") from None
+        raise UserError(f"{where} is not YAML that we read: {cut(' '.join(str(error).split()))}") from None
 
 
 def _nodes(node: Any, known: dict[int, int]) -> int:
@@ -139,5 +139,5 @@ def _loader() -> type:
     return Loader
 
 
-def _cut(text: object) -> str:
-    return str(text) if len(str(text)) <= 200 else f"{str(text)[:200]}…"
+def cut(text: object, most: int = 200) -> str:
+    return str(text) if len(str(text)) <= most else f"{str(text)[:most]}…"

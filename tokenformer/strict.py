@@ -187,8 +187,8 @@ def to_dict(config: Any) -> dict:
             pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
             value = {f.name.rstrip("_"): v for f, v in pairs if not (f.metadata["quiet"] and v == f.default)}
         if isinstance(value, dict):
-            said = {k: plain(v) for k, v in value.items()}
-            return said if inside_list else {k: v for k, v in said.items() if v is not None and v != {}}
+            items = {k: plain(v) for k, v in value.items()}
+            return items if inside_list else {k: v for k, v in items.items() if v is not None and v != {}}
         return [plain(item, inside_list=True) for item in value] if isinstance(value, list) else value
 
     return plain(config)

@@ -79,13 +79,13 @@ def meter(title: str, total: float | None) -> Iterator[Callable[[float, str], No
             yield lambda done, note: bar.update(task, completed=done, note=note)
         return
     start = time.monotonic()
-    said = start - 8  # the first line comes after 2 s
+    printed = start - 8  # the first line comes after 2 s
 
     def show(done: float, note: str) -> None:
-        nonlocal said
+        nonlocal printed
         now = time.monotonic()
-        if now - said >= 10:
-            said = now
+        if now - printed >= 10:
+            printed = now
             share = f"{100 * done / total:.0f} %, " if total else ""
             left = f", {(now - start) * (total - done) / done:.0f} s left" if total and done else ""
             print(f"{title}: {share}{note}{left}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""`make demo`: a tiny TokenFormer learns Shakespeare and grows on the way; the final size from scratch beside it.
+"""`make demo`: train a tiny TokenFormer that begins small and grows on Shakespeare, and the final size from scratch.
 
-Everything lands in runs/demo: the run itself, runs/demo/scratch, and report.html. Started again it goes on.
+Everything is written to runs/demo: the run itself, runs/demo/scratch, and report.html. An interrupted demo is resumed.
 """
 
 import sys
@@ -27,7 +27,7 @@ SEED = (
 
 
 def arms(data: Path) -> dict[str, tuple[Path, Config]]:
-    """What is trained, and where: the same text, recipe, final size and compute for each."""
+    """The two runs, with their folders: the same text, recipe, final size and compute."""
     settings = [f"data.path={data}"]
     grown = load(HERE / "demo.yml", overrides=settings)
     scratch = load(HERE / "demo.yml", overrides=[*settings, "growth=[]"])

@@ -71,7 +71,7 @@ def test_split_then_merge_is_the_set(prepared, capsys, tmp_path):
         (["prepare", "nowhere.txt"], "there is no file, folder or match for 'nowhere.txt'"),
         (["prepare", "x", "--shard", "one"], "--shard one is not a share: write I/N"),
         (["prepare", "x", "--shard", "0/4"], "there is no shard 0 of 4"),
-        (["prepare", "x", "--workers", "0"], "--workers 0 cannot work"),
+        (["prepare", "x", "--workers", "0"], "--workers is 0"),
         (["prepare", "x", "--separator", ""], "--separator is empty"),
         (["tokenizer", "train", "nowhere.txt", "--vocab", "300"], "there is no file, folder or match"),
         (["tokenizer", "train", "x", "--vocab", "3"], "--vocab 3 cannot hold all bytes"),

@@ -332,7 +332,7 @@ def test_prompts_come_from_standard_input_too_and_a_byte_order_mark_is_none_of_t
         assert main(["generate", str(folder / "ours"), "--input-file", str(tmp_path / name), "--tokens", "9"]) == 0
         assert json.loads(capsys.readouterr().out.splitlines()[0])["text"] == records[0]["text"]
     _, error = process(folder / "ours", "--input-file", "-").communicate(b"\n", timeout=300)
-    assert error == b"tokenformer: standard input holds no prompt: write one a line\n"
+    assert error == b"tokenformer: standard input holds no prompt: write one per line\n"
 
 
 def test_a_key_that_generation_does_not_know_is_refused(folder, tmp_path, capsys):

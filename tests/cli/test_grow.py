@@ -87,7 +87,7 @@ def test_a_file_written_one_tensor_at_a_time_is_a_plain_safetensors_file(folder)
         (["--ffn-tokens", "64", "--new-tokens", "zero_key", "zero_value"], "dead"),
         (["--ffn-tokens", "64", "--new-tokens", "sement"], "one of segment"),
         (["--ffn-tokens", "64", "--no-verify", "--text", "x"], "one of them"),
-        (["--ffn-tokens", "64", "--text", "missing.txt"], "cannot be read as text"),
+        (["--ffn-tokens", "64", "--text", "missing.txt"], "missing.txt is missing"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_nothing_is_written(folder, capsys, words, sentence):

@@ -48,6 +48,20 @@ def test_curves_lie_where_the_axis_says(runs, axis, right):
     assert bounds([curve])[2] < 4  # the 90 of the first step is cut off
 
 
+def test_a_run_that_counts_images_is_drawn_over_images(runs, tmp_path, capsys):
+    metrics = runs[0] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("tokens", "images"))
+    assert read_curve(runs[0], "images").train[-1][0] == 6400
+    assert main(["plot", str(runs[0]), "--x", "images", "--out", str(tmp_path / "x.html")]) == 0
+    assert ">images</text>" in (tmp_path / "x.html").read_text()
+    assert main(["plot", *map(str, runs), "--out", str(tmp_path / "both.html")]) == 0  # beside one that counts tokens
+    page = (tmp_path / "both.html").read_text()
+    assert "<th>images</th>" in page and "<th>tokens</th>" in page and "per token" not in page
+    capsys.readouterr()
+    assert main(["plot", str(runs[0]), "--x", "tokens", "--out", str(tmp_path / "x.html")]) == 2
+    assert "does not count tokens: draw it over step, hours, compute or images" in capsys.readouterr().err
+
+
 class Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.text.writing import write_set
 from tokenformer import UserError
 from tokenformer.config import DataConfig
 from tokenformer.data.loader import Loader
-from tokenformer.data.text.indexed import write_set
 from tokenformer.data.text.samples import text_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cut by tokens")

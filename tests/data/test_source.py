@@ -97,7 +97,7 @@ def test_processes_end_when_their_parent_is_killed(how):
     [
         ("bad", False, UserError, "picture 7 is damaged"),
         ("bad", True, UserError, "picture 7 is damaged"),
-        ("broken", True, RuntimeError, "(?s)a worker could not read the data.*IndexError: seven"),
+        ("broken", True, RuntimeError, "(?s)a worker process failed.*IndexError: seven"),
         ("dying", True, UserError, r"a worker ended before its work \(exit code -9\)"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenformer.data.text.indexed import write_set
+from tests.data.text.writing import write_set
 from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.perplexity import Document, open_documents, perplexity, windows

@@ -1,6 +1,6 @@
 """The fuzzer: damaged and crafted files for every command that reads them.
 
-    python -m tests.fuzz.fuzz --seed 1 --count 2000 --jobs 2      all of them
+    python -m tests.fuzz.fuzz --seed 1 --count 2000 --jobs 2      all of them; with --mishaps, of the second set
     python -m tests.fuzz.fuzz --seed 1 --case 17 --keep somewhere one of them, with its folder kept
 
 A case is a command with good files, one or two of which were damaged. It must succeed, or end with exit code 2 and one
@@ -22,13 +22,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.fuzz import harm, material, sandbox
+from tests.fuzz import harm, material, mishaps, sandbox
 
 FINE = "fine"
 LONGEST = 1500  # characters of a sentence
+SENTENCE = re.compile("tokenformer( [a-z]+)*: ")  # argparse names the command
+NOTICE = re.compile(" is used$")  # what was passed over
 TIMES = re.compile(r'"duration_seconds": [^,}]*|[\d.,]+ (tokens/s|s\b)')
 
 
@@ -41,11 +44,19 @@ class Verdict(NamedTuple):
     seconds: float
 
 
+class Damage(NamedTuple):
+    words: list[str]  # of the command line
+    meanwhile: Callable[[], None] | None  # called in the child before the command
+    done: list[str]  # what was done, in words
+    vouched: bool  # whether success must give the result of the good files
+
+
 class Fuzzer:
     """Good files, what each command gives with them, and one case after the other. Made before it is forked."""
 
-    def __init__(self, work: Path, only: str = "") -> None:
+    def __init__(self, work: Path, only: str = "", mishaps: bool = False) -> None:
         self.work = work
+        self.mishaps = mishaps
         self.scenarios = {name: s for name, s in material.scenarios().items() if only in name}
         material.build(work / "good")
         preload()
@@ -56,7 +67,7 @@ class Fuzzer:
         wrong = []
         for name, scenario in self.scenarios.items():
             folder = self.fresh(name, scenario)
-            ended = self.call(scenario, folder)
+            ended = self.call(scenario.words, folder)
             if ended.how != "exit 0":
                 wrong.append(f"{name} does not work with good files ({ended.how}):\n{ended.err[-3000:]}")
             self.expected[name] = result(scenario, folder, ended.out)
@@ -72,16 +83,39 @@ class Fuzzer:
             shutil.copytree(good, folder / needed) if good.is_dir() else shutil.copy(good, folder / needed)
         return folder
 
-    def call(self, scenario: material.Scenario, folder: Path) -> sandbox.Ended:
+    def call(self, words: list[str], folder: Path, meanwhile: Callable[[], None] | None = None) -> sandbox.Ended:
         from tokenformer.cli.main import main
 
-        return sandbox.run(lambda: main(scenario.words), folder, folder.parent / "said")
+        def both() -> int:
+            if meanwhile:
+                meanwhile()
+            return main(words)
+
+        return sandbox.run(both, folder, folder.parent / "said")
 
     def case(self, seed: int, number: int, keep: Path | None = None) -> Verdict:
         chance = random.Random(f"{seed}/{number}")
         name = chance.choice(sorted(self.scenarios))
         scenario = self.scenarios[name]
         folder = self.fresh(name, scenario)
+        damage = self.mishap if self.mishaps else self.harm
+        words, meanwhile, done, vouched = damage(scenario, folder, chance)
+        if keep:
+            shutil.copytree(folder, keep, symlinks=True, dirs_exist_ok=True, copy_function=_copy)
+            print("tokenformer " + " ".join(words))
+        ended = self.call(words, folder, meanwhile)
+        verdict, detail = judge(ended, folder)
+        if verdict == FINE and ended.how == "exit 0" and vouched:
+            got = result(scenario, folder, ended.out)
+            if got != self.expected[name]:
+                verdict, detail = "other result", f"{self.expected[name][:300]} became {got[:300]}"
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        if keep:
+            print(ended.how, ended.out, ended.err, sep="\n")
+        return Verdict(number, name, "; ".join(done), verdict, detail, ended.seconds)
+
+    def harm(self, scenario: material.Scenario, folder: Path, chance: random.Random) -> Damage:
+        """The first set of mutations."""
         files = material.harmed_files(folder, scenario, chance)
         done, vouched = [], scenario.vouched
         for file in files[: 2 if chance.random() < 0.15 else 1]:
@@ -92,19 +126,32 @@ class Fuzzer:
             if chance.random() < 0.6 and harm.sign(file, folder):
                 done.append("signed")
                 vouched = False
-        if keep:
-            shutil.copytree(folder, keep, symlinks=True, dirs_exist_ok=True, copy_function=_copy)
-            print("tokenformer " + " ".join(scenario.words))
-        ended = self.call(scenario, folder)
-        verdict, detail = judge(ended, folder)
-        if verdict == FINE and ended.how == "exit 0" and vouched:
-            got = result(scenario, folder, ended.out)
-            if got != self.expected[name]:
-                verdict, detail = "other result", f"{self.expected[name][:300]} became {got[:300]}"
-        shutil.rmtree(folder.parent, ignore_errors=True)
-        if keep:
-            print(ended.how, ended.out, ended.err, sep="\n")
-        return Verdict(number, name, "; ".join(done), verdict, detail, ended.seconds)
+        return Damage(scenario.words, None, done, vouched)
+
+    def mishap(self, scenario: material.Scenario, folder: Path, chance: random.Random) -> Damage:
+        """The second."""
+        if chance.random() < 0.12:
+            words, said = mishaps.mistake(scenario.words, chance)
+            return Damage(words, None, [said], False)
+        files, before = material.harmed_files(folder, scenario, chance), mishaps.manifests(folder)
+        if chance.random() < 0.05:
+            said = f"{files[0].relative_to(folder)} is replaced or removed meanwhile"
+            return Damage(scenario.words, lambda: mishaps.later(files[0], chance), [said], False)
+        done, signed = [], False
+        files = files[: 2 if chance.random() < 0.2 else 1]
+        for file in files:
+            if file.is_file() and not file.is_symlink():
+                done.append(f"{file.relative_to(folder)}: {mishaps.apply(file, folder, chance)}")
+        if chance.random() < 0.4 and mishaps.sign(files[0], folder):
+            done.append("signed")
+            signed = True
+        listed = all(file.parts[-2:-1] != ("run",) for file in files)  # a run's own config is what the user says it is
+        return Damage(
+            scenario.words,
+            None,
+            done,
+            scenario.vouched and listed and not signed and mishaps.manifests(folder) == before,
+        )
 
 
 def _copy(source: str, target: str) -> str:
@@ -152,7 +199,7 @@ def judge(ended: sandbox.Ended, folder: Path) -> tuple[str, str]:
         return "traceback", f"{at} {last}"
     if ended.how not in ("exit 0", "exit 2"):
         return ended.how, last
-    sentences = [line for line in ended.err.splitlines() if line.startswith("tokenformer: ")]
+    sentences = [line for line in ended.err.splitlines() if SENTENCE.match(line) and not NOTICE.search(line)]
     if ended.how == "exit 2" and (len(sentences) != 1 or len(sentences[0]) > LONGEST):
         return "no sentence", f"{len(sentences)} sentences, {len(ended.err)} characters: {last}"
     return FINE, ""
@@ -167,10 +214,12 @@ def _work(fuzzer: Fuzzer, seed: int, numbers: list[int], out) -> None:
     out.put(None)
 
 
-def run(seed: int, count: int, jobs: int, only: str = "", say=lambda verdict: None) -> list[Verdict]:
+def run(
+    seed: int, count: int, jobs: int, only: str = "", say=lambda verdict: None, mishaps: bool = False
+) -> list[Verdict]:
     """All cases, in forks of one process that has torch loaded."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
-        fuzzer = Fuzzer(Path(work), only)
+        fuzzer = Fuzzer(Path(work), only, mishaps)
         fuzzer.prove()
         context = multiprocessing.get_context("fork")
         out = context.SimpleQueue()
@@ -201,6 +250,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="commands whose name has this in it")
     parser.add_argument("--case", type=int, help="this one alone; give --only if it was given then")
+    parser.add_argument("--mishaps", action="store_true", help="the second set of mutations")
     parser.add_argument("--keep", type=Path, help="with --case: where its folder goes")
     args = parser.parse_args()
     if not sandbox.landlock():
@@ -208,7 +258,7 @@ def main() -> int:
         return 1
     if args.case is not None:
         with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
-            fuzzer = Fuzzer(Path(work), args.only)
+            fuzzer = Fuzzer(Path(work), args.only, args.mishaps)
             fuzzer.prove()
             print(line(args.seed, fuzzer.case(args.seed, args.case, args.keep)))
         return 0
@@ -219,10 +269,12 @@ def main() -> int:
         args.jobs,
         args.only,
         lambda v: v.verdict != FINE and print(line(args.seed, v), flush=True),
+        args.mishaps,
     )
     counts = Counter(one.verdict for one in found)
-    print(f"{dict(counts)} of {len(found)} in {time.monotonic() - start:.0f} s; the longest took "
-          f"{max(one.seconds for one in found):.1f} s")  # fmt: skip
+    print(f"{dict(counts)} of {len(found)} in {time.monotonic() - start:.0f} s; the longest:")
+    for one in sorted(found, key=lambda one: -one.seconds)[:5]:
+        print(f"{one.seconds:.1f} s", line(args.seed, one))
     return int(set(counts) != {FINE})
 
 

@@ -161,7 +161,9 @@ def by_name(file: Path, root: Path, chance: random.Random) -> str:
     else:
         folder = file.parent
         inside = root / "a copy inside"
-        shutil.copytree(folder, inside, dirs_exist_ok=True) if folder != root else shutil.copy(file, inside)
+        shutil.copytree(folder, inside, dirs_exist_ok=True, symlinks=True) if folder != root else shutil.copy(
+            file, inside
+        )
     return f"names: {kind} {file.relative_to(root)}"
 
 

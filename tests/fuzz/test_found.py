@@ -1,18 +1,28 @@
 """What the fuzzer found once, each as a test of its own."""
 
+import contextlib
 import json
 import lzma
 import os
 import shutil
 
 import pytest
+import tokenizers
+import yaml
 
 from tests.eval.rows import write_rows
+from tests.fuzz import sandbox
 from tests.fuzz.material import DATA
 from tokenformer.cli.main import main
 from tokenformer.data.text.indexed import Indexed
+from tokenformer.data.text.inputs import find_inputs
+from tokenformer.data.text.tokenizer import ByteTokenizer, FileTokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.tasks import read_rows as task_rows
+from tokenformer.files import write_manifest
+from tokenformer.hub import load
+from tokenformer.hub.official import find
+from tokenformer.hub.official_config import translate_all
 from tokenformer.infer.requests import Request
 from tokenformer.train.report import read_rows as metric_rows
 
@@ -76,3 +86,97 @@ def test_a_set_whose_tokens_are_a_link_to_nowhere_is_refused(tmp_path, capsys):
     os.symlink("nowhere", tokens)
     assert main(["data", "verify", str(tmp_path / "set" / "alice")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["info", "x=" + "y" * 5000], ["convert", "x", "--to", "y" * 5000], ["y" * 5000]])
+def test_a_message_repeats_no_word_of_any_length(words, capsys):
+    try:
+        code = main(words)
+    except SystemExit as end:  # argparse's
+        code = end.code
+    assert code == 2 and len(capsys.readouterr().err.splitlines()[-1]) < 1100
+
+
+@pytest.mark.parametrize(
+    "words", [["data", "stats"], ["data", "verify"], ["prepare", "--out", "out", "--tokenizer", "byte"]]
+)
+def test_a_name_that_no_file_can_have_is_refused(words, capsys):
+    assert main([*words, "x" * 5000]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_changed_tokenizer_or_config_beside_official_weights_with_a_manifest_is_refused(tmp_path):
+    shutil.copytree(DATA / "golden" / "softmax", tmp_path / "official", ignore=shutil.ignore_patterns("golden*"))
+    config = tmp_path / "official" / "config.yml"
+    write_manifest(tmp_path / "official")
+    load(tmp_path / "official")
+    config.write_text(config.read_text().replace("softmax", "l2_norm_gelu"))
+    with pytest.raises(UserError, match=r"config.yml is not the file that its manifest describes"):
+        load(tmp_path / "official")
+
+
+def test_weights_are_not_searched_for_on_the_whole_disk(tmp_path):
+    deep = tmp_path / "a" / "b" / "c"
+    shutil.copytree(DATA / "zero" / "world2", deep)
+    assert find(tmp_path / "a") == deep and find(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("zero/latest", ["convert", "zero", "--to", "ours", "--out", "new"], "latest has 1,000,000,000,000 bytes"),
+        ("run/checkpoints/last", ["info", "run"], "is used"),
+        ("run/metrics.jsonl", ["plot", "run", "--out", "new.html"], "which no run writes"),
+    ],
+)
+def test_a_file_with_a_hole_of_a_terabyte_does_not_fill_the_memory(tmp_path, name, words, said):
+    shutil.copytree(DATA / "zero" / "world2", tmp_path / "zero")
+    shutil.copytree(DATA / "before" / "run", tmp_path / "run")
+    os.truncate(tmp_path / name, 10**12)
+    ended = sandbox.run(lambda: main(words), tmp_path, tmp_path / "said")  # bounds its memory
+    assert said in ended.err and ended.how == ("exit 0" if name.endswith("last") else "exit 2"), ended.err
+
+
+def test_a_note_of_the_last_checkpoint_is_one_line(tmp_path, capsys):
+    shutil.copytree(DATA / "before" / "run", tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "last").write_text("step-1\nstep-2")
+    assert main(["info", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+OTHERS = [True, [1], {"a": 1}, "x", "1,x", -1, 1e400, {"enabled": True, "loss_scale": "x"}, {"params": {"lr": 0}}]
+
+
+@pytest.mark.parametrize("value", OTHERS, ids=str)
+def test_official_training_keys_of_another_kind_are_refused_or_taken(value):
+    raw = yaml.safe_load((DATA / "golden" / "softmax" / "config.yml").read_text())
+    raw |= {"split": "90,10,0", "load": "there"}
+    for key in [*raw, "fp16", "precision", "zero_optimization", "optimizer", "min_lr", "gradient_clipping"]:
+        with contextlib.suppress(UserError):
+            translate_all({"official.yml": raw | {key: value}}, training=True)
+
+
+def test_a_text_with_a_point_behind_its_name_is_that_text(tmp_path):
+    (tmp_path / "text.txt").write_text("one")
+    assert [given.path for given in find_inputs([f"{tmp_path}/text.txt/."])] == [str(tmp_path / "text.txt")]
+
+
+def test_a_tokenizer_at_which_the_library_panics_is_refused():
+    """A panic is no Exception: `except Exception` lets it through, and the command ends in a traceback."""
+    plain = json.loads(ByteTokenizer().to_json())
+    panics = plain | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    with pytest.raises(BaseException, match="charsmap") as found:
+        tokenizers.Tokenizer.from_str(json.dumps(panics))
+    assert not isinstance(found.value, Exception)
+    with pytest.raises(UserError, match=r"is not a tokenizer.json \(Precompiled"):
+        FileTokenizer(json.dumps(panics), "this one")
+
+
+def test_a_tokenizer_that_cannot_encode_a_text_is_refused_also_in_a_batch():
+    plain = json.loads(ByteTokenizer().to_json())
+    words = plain | {"model": {"type": "WordLevel", "vocab": {"a": 0, "<|endoftext|>": 1}, "unk_token": "?"}}
+    tokenizer = FileTokenizer(json.dumps(words), "this one")
+    assert [list(ids) for ids in tokenizer.encode_batch(["a", "a"])] == [[0], [0]]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
+        with pytest.raises(UserError, match="this one cannot encode 'Rabbit'"):
+            encode("Rabbit")

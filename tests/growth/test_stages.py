@@ -6,7 +6,7 @@ from growing import config
 from tokenformer import UserError
 from tokenformer.config_growth import GrowthStage
 from tokenformer.config_train import ScheduleConfig
-from tokenformer.growth.stages import Progress, chain, due, rate
+from tokenformer.growth.stages import Progress, chain, due, plateau, rate
 from tokenformer.strict import build
 from tokenformer.train.schedule import factor
 
@@ -43,6 +43,7 @@ def test_a_plateau_is_seen_in_validation_losses_and_forgotten_at_growth():
         assert (due(stages, progress, 7, 10) is not None) == expected, loss
     progress.grew(7)
     assert progress.losses == []
+    assert not plateau([4.0, 3.0], share=0.25, patience=1)  # it fell by this share: not by less
 
 
 def test_growing_in_the_stable_phase_before_any_decay_is_expressible():

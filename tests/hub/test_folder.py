@@ -13,8 +13,7 @@ import torch
 
 from tokenformer.config import LayerOverride, ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.hub import load, save
-from tokenformer.hub.folder import save_folder
+from tokenformer.hub import folder, load, save
 from tokenformer.hub.official_config import to_official
 from tokenformer.hub.open import open_model
 from tokenformer.models import LanguageModel
@@ -28,10 +27,11 @@ IDS = torch.arange(12).view(2, 6)
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 5000])
-def test_a_segmented_model_comes_back_bit_equal(tmp_path, shard_bytes):
+def test_a_segmented_model_comes_back_bit_equal(tmp_path, shard_bytes, monkeypatch):
     model = LanguageModel(SEGMENTED, seed=2)
     model.history = [{"rule": "segment", "number": 0}]
-    save_folder(model, tmp_path / "m", '{"version": "1.0"}', shard_bytes)
+    monkeypatch.setattr(folder, "SHARD_BYTES", shard_bytes)
+    folder.save_folder(model, tmp_path / "m", '{"version": "1.0"}')
     assert len(list((tmp_path / "m").glob("*.safetensors"))) == (1 if shard_bytes > 5000 else 17)
     again = load(tmp_path / "m")
     assert again.config == model.config == open_model(tmp_path / "m").config

@@ -445,3 +445,10 @@ def test_generate_never_chooses_a_row_that_is_no_token(tmp_path):
     loaded.resize_token_embeddings(300, mean_resizing=False)
     found = loaded.generate(IDS.repeat(8, 1).clamp(max=200), **how)
     assert found.max() >= 256 and not ((found > 200) & (found < 256)).any()
+
+
+def test_a_folder_saved_over_by_transformers_loads(one, tmp_path):
+    """The manifest of the export describes weights that are there no more."""
+    tokenformer.save(tokenformer.grow(one[0], ffn_tokens=96), tmp_path / "export", format="hf")
+    one[1].save_pretrained(tmp_path / "export")
+    assert torch.equal(tokenformer.load(tmp_path / "export")(IDS).logits, one[0](IDS).logits)

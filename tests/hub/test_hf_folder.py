@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import tokenformer
 from tokenformer import UserError
 from tokenformer.config import LayerOverride, ModelConfig
+from tokenformer.hub import folder
 from tokenformer.hub.hf_folder import load_hf, read_config, save_hf
 from tokenformer.models import LanguageModel
 
@@ -49,10 +50,11 @@ def edit(folder, change):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("shard", [5 * 10**9, 30_000])
-def test_there_and_back_is_bit_equal(kind, shard, tmp_path):
+def test_there_and_back_is_bit_equal(kind, shard, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "SHARD_BYTES", shard)
     model = LanguageModel(CONFIGS[kind], seed=2).to(torch.bfloat16 if kind == "llama" else torch.float32)
     model.history = [{"grown": 1}]
-    save_hf(model, tmp_path / "model", shard_bytes=shard)
+    save_hf(model, tmp_path / "model")
     files = list((tmp_path / "model").glob("*.safetensors"))
     assert len(files) == 1 if shard > 10**9 else len(files) > 3
     assert sum(f.stat().st_size for f in files) < sum(p.nbytes for p in model.parameters()) + 500 * 40  # tied: once
@@ -90,12 +92,12 @@ def test_the_tokenizer_and_its_special_token_go_along(tmp_path):
     from tokenizers import Tokenizer, models
 
     tokenizer = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1, "b": 2}, unk_token="a")).to_str()
-    save_hf(LanguageModel(CONFIGS["one"]), tmp_path / "model", tokenizer_json=tokenizer, licence="apache-2.0")
+    save_hf(LanguageModel(CONFIGS["one"]), tmp_path / "model", tokenizer_json=tokenizer)
     raw = json.loads((tmp_path / "model" / "config.json").read_text())
     assert raw["eos_token_id"] == raw["pad_token_id"] == 0
     assert (tmp_path / "model" / "tokenizer.json").read_text() == tokenizer
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "license: apache-2.0" in card and "99,456 parameters" in card and "AutoTokenizer" in card
+    assert "license: unknown" in card and "99,456 parameters" in card and "AutoTokenizer" in card
     wide = Tokenizer(models.WordLevel({"a": 256}, unk_token="a")).to_str()
     for bad, word in ((wide, "id 256"), ("{}", "not a tokenizer.json")):
         with pytest.raises(UserError, match=word):

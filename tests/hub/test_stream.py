@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tokenformer import LanguageModel, ModelConfig, UserError, load, save
+from tokenformer.hub import folder
 from tokenformer.hub.folder import Stored, write_folder
 
 SHAPE = ModelConfig(layers=2, dim=32, heads=4, qkv_tokens=8, proj_tokens=8, ffn_tokens=[16, 4], vocab=128)
@@ -14,16 +15,17 @@ def model():
     return LanguageModel(SHAPE, seed=3)
 
 
-def stream(model, folder, tensors=None, **more):
+def stream(model, place, tensors=None, **more):
     named = [(n, p.detach()) for n, p in model.named_parameters()]
     types = {n: t.dtype for n, t in named}
-    write_folder(folder, model.config, [{"what": "grow"}], tensors or iter(named), types, **more)
+    write_folder(place, model.config, [{"what": "grow"}], tensors or iter(named), types, **more)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_written_in_shards_it_loads_bit_for_bit(model, tmp_path, dtype):
+def test_written_in_shards_it_loads_bit_for_bit(model, tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr(folder, "SHARD_BYTES", 10_000)
     model = model.to(dtype)
-    stream(model, tmp_path / "out", tokenizer_json="{}", shard_bytes=10_000)
+    stream(model, tmp_path / "out", tokenizer_json="{}")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     back = load(tmp_path / "out")
     assert back.config == model.config and back.history == [{"what": "grow"}]

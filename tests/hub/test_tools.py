@@ -30,21 +30,30 @@ def test_every_tool_gives_what_a_plain_control_gives(path, bound):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert len(found["far"]) == 30 and found["said"] == 1  # that projections are called one by one, once
+    assert len(found["far"]) == 31 and found["said"] == 1  # that projections are called one by one, once
     assert {name: error for name, error in found["far"].items() if not error < bound} == {}
 
 
-@pytest.mark.parametrize("hook", [False, True])
-def test_compiled_blocks_have_no_graph_break_and_see_hooks_that_were_there_before(hook):
-    torch.compiler.reset()  # it does not look for hooks that come later, ours or others'
+@pytest.mark.parametrize("where", ["attention.value", "attention.proj"])
+@pytest.mark.parametrize("hook", ["none", "before", "after"])
+def test_compiled_blocks_have_no_graph_break_and_see_hooks_that_come_before_or_after(hook, where):
+    torch.compiler.reset()
+    torch._dynamo.config.skip_nnmodule_hook_guards = True  # as it is before our first block is compiled
     model, plain, ids = models.build(TINY), models.build(TINY), torch.arange(12).view(2, 6)
-    for block, control in zip(model.blocks, plain.blocks, strict=True) if hook else ():
-        block.attention.value.register_forward_hook(lambda module, inputs, output: -output)
-        with torch.no_grad():
-            control.attention.value.segments[0].value_tokens.mul_(-1)
+    before = plain(ids).logits
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
+    if hook == "after":
+        torch.testing.assert_close(model(ids).logits, before, rtol=1e-6, atol=1e-6)
+    handles = []
+    for block, control in zip(model.blocks, plain.blocks, strict=True) if hook != "none" else ():
+        handles.append(block.get_submodule(where).register_forward_hook(lambda module, inputs, output: -output))
+        with torch.no_grad():
+            control.get_submodule(where).segments[0].value_tokens.mul_(-1)
     torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-6, atol=1e-6)
+    for handle in handles:
+        handle.remove()
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-6, atol=1e-6)
 
 
 def test_the_engine_refuses_a_model_that_it_would_compute_otherwise():

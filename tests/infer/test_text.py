@@ -6,8 +6,7 @@ from small_models import make
 from tokenformer.data.text.tokenizer import load_tokenizer
 from tokenformer.errors import UserError
 from tokenformer.infer import Engine, Sampling, write_texts
-from tokenformer.infer.session import Session
-from tokenformer.infer.text import Piecewise
+from tokenformer.infer.text import Piecewise, Session
 
 BYTES = load_tokenizer("byte")
 PROMPTS = ["Once upon", "", "a longer prompt than the others"]
@@ -33,7 +32,7 @@ def test_pieces_join_to_the_text_whatever_the_batch_and_however_often_one_looks(
         def said(i, piece, heard=heard):
             heard[i] += piece
 
-        results = plain(engine, batch=batch, every=every, said=said)
+        results = plain(engine, batch=batch, every=every, on_piece=said)
         assert [r._replace(seconds=0) for r in results] == [r._replace(seconds=0) for r in expected]
         assert heard == [r.text for r in results]
 
@@ -47,7 +46,7 @@ def test_a_stop_string_cuts_its_text_and_the_tokens_with_it(engine):
     def said(i, piece):
         heard[i] += piece
 
-    results = plain(engine, stops=["not in any text", stop], said=said, logprobs=True)
+    results = plain(engine, stops=["not in any text", stop], on_piece=said, logprobs=True)
     for before, after, pieces in zip(full, results, heard, strict=True):
         at = before.text.find(stop)
         assert after.text == pieces == (before.text if at < 0 else before.text[:at])

@@ -168,6 +168,7 @@ def test_generate_is_greedy_or_sampled_by_seed(kind):
     sampled = model.generate(prompt, 6, temperature=2.0, seed=5)
     assert torch.equal(sampled, model.generate(prompt, 6, temperature=2.0, seed=5))
     assert not torch.equal(sampled, model.generate(prompt, 6, temperature=2.0, seed=6))
+    assert torch.equal(greedy, model.generate(prompt, 6, temperature=1e-5))  # nothing but the largest is left
 
 
 def test_qkv_scores_are_one_product_although_they_are_separate_parameters():

@@ -108,7 +108,7 @@ def test_the_engine_generates_as_a_call_without_switches_does():
     model = models.build(CONFIG, seed=2)
     assert Engine(model).generate([[1, 2, 3]], 4)[0].ids == model.generate(torch.tensor([[1, 2, 3]]), 4)[0, 3:].tolist()
     split = models.build(ModelConfig(**TINY, ffn_tokens=[8, 8], switch={"ffn": ["text", "image"]}))
-    assert split(torch.tensor([[1]]), switches={"text": torch.ones(1)}).logits.shape == (1, 1, 32)
+    assert split(torch.tensor([[1, 2, 3]] * 2), switches={"text": torch.ones(2)}).logits.shape == (2, 3, 32)
     with pytest.raises(UserError, match="no segment without a switch"):
         Engine(split)
 

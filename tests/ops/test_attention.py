@@ -53,20 +53,20 @@ def test_rotary_equals_the_official_tensors(golden_folder):
         batch, length, offset = (int(part.lstrip("bsof")) for part in case.split("_"))
         cos, sin = angles(torch.arange(offset, offset + length), dims=8, base=10000.0)
         for name in ("q", "k"):
-            x = tensors[f"{case}.{name}"].permute(1, 2, 0, 3)  # official: position first
-            assert x.shape[:3] == (batch, 2, length)
-            expected = tensors[f"{case}.{name}_out"].permute(1, 2, 0, 3)
+            x = tensors[f"{case}.{name}"].transpose(0, 1)  # official: position first
+            assert x.shape[:3] == (batch, length, 2)
+            expected = tensors[f"{case}.{name}_out"].transpose(0, 1)
             torch.testing.assert_close(rotate(x, cos, sin), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rotary_depends_on_the_position_and_on_nothing_else(batch):
     """Fails if positions are ignored, or taken from the batch axis."""
-    x = normal(1, 2, 1, 8).expand(batch, 2, 5, 8)
-    turned = rotate(x, *angles(torch.arange(5), 8, 10000.0, x.dtype))
+    x = normal(1, 1, 2, 8).expand(batch, 5, 2, 8)
+    rotated = rotate(x, *angles(torch.arange(5), 8, 10000.0, x.dtype))
     for position in range(1, 5):
-        assert not torch.allclose(turned[:, :, position], turned[:, :, 0])
-    assert all(torch.equal(turned[b], turned[0]) for b in range(batch))
+        assert not torch.allclose(rotated[:, position], rotated[:, 0])
+    assert all(torch.equal(rotated[b], rotated[0]) for b in range(batch))
     positions = torch.arange(5).expand(batch, 5) + torch.arange(batch)[:, None]
     apart = rotate(x, *angles(positions, 8, 10000.0, x.dtype))
     for b in range(batch):

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer.config import ModelConfig
 from tokenformer.ops import pattention as ops
-from tokenformer.ops.pattention import bytes_moved, flops, pattention, pattention_group
+from tokenformer.ops.pattention import pattention, pattention_group
 
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")
 
@@ -187,14 +187,7 @@ def test_a_group_equals_its_members_and_takes_one_product_for_all_scores(theta):
         torch.Tensor.__matmul__ = original
     assert products[0] == (5, 27)  # all keys of q, k and v at once
     assert len(products) == 1 + 6
-    assert counter.get_total_flops() == 3 * flops(2, 5, 4, 9)
-
-
-def test_flops_are_what_a_counter_counts():
-    segments = make([6, 10], 8, 12)
-    with FlopCounterMode(display=False) as counter:
-        pattention(rows(7, 8), segments)
-    assert counter.get_total_flops() == flops(rows=7, d_in=8, d_out=12, tokens=16)
+    assert counter.get_total_flops() == 3 * 2 * 2 * 9 * (5 + 4)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +214,3 @@ def test_an_unknown_theta_is_refused():
 
 def test_the_config_and_the_table_know_the_same_thetas():
     assert get_args(get_type_hints(ModelConfig)["theta"]) == tuple(ops.THETAS) == THETAS
-
-
-def test_the_fewest_bytes_are_those_of_input_output_keys_and_values():
-    assert bytes_moved(2, 3, 5, 7) == 2 * (2 * 3 + 2 * 5 + 7 * 3 + 7 * 5)

@@ -69,6 +69,17 @@ def test_on_a_cpu_the_reference_runs_and_kernels_are_refused_in_a_sentence(monke
         linear_cross_entropy(X, torch.randn(7, 4), torch.tensor([1, 2, 3]), choice="triton")
 
 
+def test_a_gpu_older_than_the_kernels_were_tried_on_gets_the_reference(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    asked = ("auto", "cuda", 1, torch.bfloat16, False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    assert ops._look.__wrapped__(*asked) == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    with pytest.warns(UserWarning, match="GPU 1 is older"):
+        assert ops._look.__wrapped__(*asked) == "reference"
+
+
 def test_a_backend_that_does_not_exist_is_refused(monkeypatch):
     with pytest.raises(UserError, match="'fast': give one of auto, reference, triton"):
         pattention(X, [SEGMENT], choice="fast")

@@ -214,7 +214,7 @@ def check_model(
             loss = model(ids, labels=ids, positions=places).loss_sum
             loss.backward()
         assert ("tokenformer::theta" in seen.names) == (choice == "triton")
-        assert ("tokenformer::turn_" in seen.names) == (choice == "triton" and theta == "l2_norm_gelu")
+        assert ("tokenformer::rotate_" in seen.names) == (choice == "triton" and theta == "l2_norm_gelu")
         results.append([loss, *(p.grad for p in model.parameters())])
     ops.CHOICE = "auto"
     return far(results[1], results[0]), far(results[2], results[0])

@@ -47,7 +47,7 @@ def count(out: str, file: str, settings: list[str]) -> None:
         with CommDebugMode() as comm:
             loss.backward()
             found["backward"] = {str(k).split(".")[-1]: n for k, n in comm.get_comm_counts().items()}
-    trainer.layout.clear()
+    trainer.layout.zero_grad()
     with Bytes() as moved:
         trainer.stopping()
         trainer.train_step()

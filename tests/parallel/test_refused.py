@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.conftest import forkserver, free_port
-from tests.parallel.workers import command_line
+from tests.parallel.workers import command_line, without_memory
 from tests.train.conftest import result, same
 from tokenformer.hub.run_folder import all_steps
 
@@ -19,11 +19,11 @@ SETTINGS = ["model.heads=4", "model.rotary_fraction=0.5", "batch=8", "micro_batc
 SETTINGS += ["checkpoint.every=5", "checkpoint.keep=0", "schedule.steps=15"]
 
 
-def job(out: Path, *command: str) -> list[tuple[int | None, str]]:
+def job(out: Path, *command: str, target=command_line) -> list[tuple[int | None, str]]:
     """What two ranks leave with, and what they say."""
     out.mkdir(exist_ok=True)
     context, port = forkserver(), free_port()
-    ranks = [context.Process(target=command_line, args=(r, 2, list(command), str(out), port)) for r in range(2)]
+    ranks = [context.Process(target=target, args=(r, 2, list(command), str(out), port)) for r in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -90,3 +90,12 @@ def test_a_checkpoint_that_the_first_rank_cannot_complete_ends_all_with_one_sent
     assert [code for code, _ in done] == [2, 2], done
     last = [text.splitlines()[-1] for _, text in done]
     assert last[0] == last[1] and "the checkpoint of step 16 could not be written (Is a directory)" in last[0], done
+
+
+def test_where_one_rank_runs_out_of_memory_the_other_says_so_too(ran, tmp_path):
+    done = job(tmp_path, "train", str(ran.file), *SETTINGS, "--out", str(tmp_path / "run"), target=without_memory)
+    assert [code for code, _ in done] == [2, 2], done
+    other, failed = [text.splitlines()[-1] for _, text in done]
+    sentence = failed.removeprefix("tokenformer: ")
+    assert sentence.startswith("out of memory (2.50 GiB more were wanted) in step 2: give micro_batch=1"), done
+    assert other.startswith("tokenformer: rank 1 on ") and other.endswith(f" failed: {sentence}"), done

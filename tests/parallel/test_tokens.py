@@ -1,10 +1,17 @@
 """What is sent is what was predicted."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.parallel.conftest import COUNTS
+from tokenformer.config import ModelConfig
+from tokenformer.errors import UserError
+from tokenformer.models import build
+from tokenformer.parallel.tokens import split_tokens
 
 pytestmark = pytest.mark.multi
 LAYERS = 2
@@ -34,3 +41,26 @@ def test_bytes_of_a_step_are_those_that_plan_prints_on_every_rank(ran, name):
     for rank in range(COUNTS[name].world):
         found = json.loads(ran(f"count-{name}-{rank}.json").read_text())
         assert found["counted"] == sum(found["formula"].values()) > 0, (rank, found)
+
+
+@pytest.mark.parametrize("where", ["attention.query", "attention.value", "attention.proj", "ffn", "ffn.segments.0"])
+def test_hooks_on_projections_are_refused(tmp_path, where):
+    """q, k and v are computed without their calls, and a hook on the others would see a slice."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = build(ModelConfig(layers=1, dim=16, heads=2, qkv_tokens=8, proj_tokens=8, ffn_tokens=8, vocab=32))
+        ids, values = torch.arange(6)[None], model.state_dict()
+        place = SimpleNamespace(
+            degrees=SimpleNamespace(token=1),
+            config=SimpleNamespace(segments="sliced"),
+            groups={"token": dist.group.WORLD},
+            token=0,
+        )
+        split_tokens(model, place)
+        model.load_state_dict(values, assign=True)
+        model(ids)
+        model.blocks[0].get_submodule(where).register_forward_hook(lambda module, inputs, output: None)
+        with pytest.raises(UserError, match=r"carries a hook or an adapter, .* set parallel.token=1"):
+            model(ids)
+    finally:
+        dist.destroy_process_group()

@@ -4,8 +4,6 @@ Two trunks, one of them not causal, with ends of their own; a segment of one cou
 here; test_another_model.py trains it.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from tokenformer.config import ModelConfig
 from tokenformer.data.loader import Loader
 from tokenformer.data.source import Field
+from tokenformer.models.cost import Cost, model_cost
 from tokenformer.models.layers import Linear
 from tokenformer.models.names import INWARD, TABLE, own
 from tokenformer.models.trunk import Trunk
@@ -53,8 +52,8 @@ class Pair(nn.Module):
     def trunks(self) -> dict[str, nn.Module]:
         return {"image.": self.image, "text.": self.text}
 
-    def cost(self) -> SimpleNamespace:
-        return SimpleNamespace(parameters=sum(p.numel() for p in self.parameters()))
+    def cost(self) -> Cost:
+        return model_cost(self)
 
 
 class Pictures:

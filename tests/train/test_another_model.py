@@ -15,7 +15,9 @@ from tests.train.another import Match, Pair
 from tests.train.conftest import child_environment, result, same
 from tokenformer.config import load
 from tokenformer.errors import UserError
+from tokenformer.models.cost import cost
 from tokenformer.models.init import initial
+from tokenformer.models.names import INWARD, Role
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
 
@@ -141,6 +143,46 @@ def test_one_trunk_grows_and_the_loss_does_not_jump(file, tmp_path):
         [row["loss"] for row in read_rows(tmp_path / name) if row["kind"] == "train"] for name in ("grown", "plain")
     )
     assert losses[6] == pytest.approx(without[6], rel=1e-5) and losses[11] != without[11]
+
+
+class Named(Pair):
+    """Its class cannot be called with a config alone."""
+
+    def __init__(self, config, *, name):
+        super().__init__(config)
+        self.name = name
+
+
+def test_a_model_that_only_its_build_can_make_grows_in_one_process(file, tmp_path):
+    config = load(file, overrides=[GROWS, "steps=8"])
+    trainer = Trainer(config, tmp_path / "run", task=Match, build=lambda config: Named(config, name="b"))
+    assert trainer.run() is None and trainer.grown.steps == [6]
+    assert trainer.model.name == "b" and trainer.model.config.trunk("image.").layers == 3
+
+
+def test_its_cost_counts_what_lies_outside_the_blocks(file):
+    model = Pair(load(file).model)
+    found, blocks = model.cost(), cost(model.config)
+    assert found.parameters == sum(p.numel() for p in model.parameters()) == blocks.parameters + 16 * 6 + 16 * 16 + 1
+    assert found.parameter_flops == blocks.parameter_flops + 2 * 16 * 6  # the patches; a table is looked up
+
+
+def test_an_outward_matrix_of_several_trunks_begins_like_an_inward_one(file):
+    config = load(file).model
+    first, other = (
+        initial("head.weight", (500, 8), config, 0, {"head.weight": role}) for role in (Role("outward"), INWARD)
+    )
+    assert torch.equal(first, other) and first.std() == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_run_of_it_starts_another_one_and_one_of_another_kind_is_refused(file, tmp_path, config_file):
+    train(file, tmp_path / "one", "steps=4")
+    trainer = Trainer(load(file, overrides=[f"start={tmp_path / 'one'}"]), tmp_path / "two", task=Match, build=Pair)
+    trainer.build()
+    saved = result(tmp_path / "one")["model"]
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in trainer.model.named_parameters())
+    with pytest.raises(UserError, match=r"^start .* is a model of pair, not of language: give other weights$"):
+        Trainer(load(config_file, overrides=[f"start={tmp_path / 'one'}"]), tmp_path / "three").run()
 
 
 @pytest.mark.multi

@@ -36,6 +36,30 @@ def test_a_run_can_be_handed_on_as_a_folder_and_begun_from(tiny, tmp_path):
         Trainer(tiny(f"start={tmp_path / 'run'}", "model.dim=32"), tmp_path / "third").run()
 
 
+def test_a_run_begun_with_weights_takes_over_the_growths_that_led_to_them(tiny, tmp_path):
+    Trainer(tiny("steps=1"), tmp_path / "run").run()
+    grown = tokenformer.grow(tokenformer.load(tmp_path / "run"), ffn_tokens=48)
+    tokenformer.save(grown, tmp_path / "grown", tokenizer_json=open_model(tmp_path / "run").tokenizer_json)
+    stage = "growth=[{at: {step: 1}, layers: 3}]"
+    Trainer(tiny(f"start={tmp_path / 'grown'}", "steps=2", "model.ffn_tokens=[32,16]", stage), tmp_path / "on").run()
+    history = tokenformer.load(tmp_path / "on").history
+    assert [event["number"] for event in history] == [0, 1] and history[0] == grown.history[0]
+
+
+def test_info_of_a_run_reads_its_configs_but_not_its_weights(tiny, tmp_path, capsys):
+    Trainer(tiny("steps=2", "checkpoint.every=1"), tmp_path / "run").run()
+    model = tmp_path / "run" / "checkpoints" / "step-00000002" / "model"
+    (shard,) = model.glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")  # of the same size: only a checksum tells
+    assert main(["info", str(tmp_path / "run")]) == 0
+    assert "is damaged" not in capsys.readouterr().err
+    config = (model / "config.yml").read_text()
+    (model / "config.yml").write_text(config.replace("heads: 2", "heads: 1"))
+    assert main(["info", str(tmp_path / "run")]) == 0
+    out, err = capsys.readouterr()
+    assert "step-00000002 is damaged (" in err and "2 heads of" in out
+
+
 def test_a_damaged_checkpoint_is_not_loaded(tiny, tmp_path):
     Trainer(tiny("steps=3"), tmp_path / "run").run()
     (tmp_path / "run" / "checkpoints" / "step-00000003" / "manifest.json").unlink()

@@ -1,4 +1,4 @@
-"""Weights from one format to another: official ↔ Hugging Face ↔ ours.
+"""Convert weights from one format to another: official ↔ Hugging Face ↔ ours.
 
 tokenformer convert --to hf TokenFormer-150M/pytorch_model.bin 150M_eval.yml --out tokenformer-150m-hf
 tokenformer convert --to official my-folder --out official
@@ -8,25 +8,17 @@ tokenformer convert --to official grown --merge-segments --text held-out.txt --o
 import argparse
 from pathlib import Path
 
+from tokenformer.cli.main import source_arguments
 from tokenformer.errors import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a folder, a weight file, or a hub name such as Haiyang-W/TokenFormer-150M")
-    parser.add_argument("config", nargs="*", help="config files, for official weights that have none beside them")
+    source_arguments(parser)
     parser.add_argument("--to", required=True, choices=["ours", "hf", "official"], help="the format to write")
-    parser.add_argument("--out", required=True, type=Path, help="the folder to make")
-    parser.add_argument(
-        "--tokenizer",
-        help="a tokenizer.json, its folder or gpt-neox-20b, to put in (default: the source's own, or gpt-neox-20b "
-        "for official weights with its vocabulary)",
-    )
-    parser.add_argument(
-        "--merge-segments", action="store_true", help="one segment a layer, rescaled to fit --text; approximate"
-    )
+    help = "one segment per layer, rescaled to fit --text; approximate"
+    parser.add_argument("--merge-segments", action="store_true", help=help)
     parser.add_argument("--text", type=Path, help="for --merge-segments: text like that which the model was trained on")
-    parser.add_argument("--merge-softmax", action="store_true", help="merge segments of a softmax too")
-    parser.add_argument("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
+    parser.add_argument("--merge-softmax", action="store_true", help="with --merge-segments: those of a softmax too")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -46,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def merged(opened, args: argparse.Namespace):
-    """One segment a layer; says what that did to the loss."""
+    """Merge the segments of each layer into one, and print what that did to the loss."""
     from tokenformer.cli.grow import text_ids
     from tokenformer.growth.merge import merge_segments
 

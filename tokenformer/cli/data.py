@@ -1,4 +1,4 @@
-"""Look at prepared sets and images, check them, take sets apart and put them together.
+"""Describe and check prepared sets and images; split and merge sets.
 
 tokenformer data verify data/books
 tokenformer data stats data/books --context 2048
@@ -11,6 +11,7 @@ tokenformer data images photos --out sheet.png data.images.randaugment_ops=2 dat
 import argparse
 from typing import TYPE_CHECKING
 
+from tokenformer.config_data import DataConfig
 from tokenformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     peek.add_argument("set", metavar="SET")
     peek.add_argument("--document", type=int, default=0, metavar="N")
     peek.add_argument("--tokens", type=int, default=200, metavar="N", help="how many of its first (default: 200)")
-    peek.add_argument("--tokenizer", help="instead of the one the set was prepared with")
+    peek.add_argument("--tokenizer", help="instead of the set's own")
     peek.add_argument("--ids", action="store_true", help="print ids, not text")
     peek.set_defaults(action=_peek)
     split = actions.add_parser("split", help="write the parts as sets of their own")
@@ -63,12 +64,9 @@ def run(args: argparse.Namespace) -> int | None:
 
 def _shares(text: str) -> list[float]:
     try:
-        shares = [float(s) for s in text.split(",")]
-    except ValueError:
-        shares = []
-    if not (1 <= len(shares) <= 3 and min(shares) >= 0 and 0 < sum(shares) < float("inf")):
-        raise UserError(f"--shares {text} are not up to three numbers: write such as 969,30,1")
-    return shares
+        return DataConfig(split=[float(share) for share in text.split(",")]).split
+    except (ValueError, UserError):
+        raise UserError(f"--shares {text} are not up to three numbers: write them as 969,30,1") from None
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -90,7 +88,7 @@ def _stats(args: argparse.Namespace) -> None:
     from tokenformer.terminal import table
 
     if args.context < 1:
-        raise UserError(f"--context {args.context} is no length: give a number above 0")
+        raise UserError(f"--context is {args.context}: give a number above 0")
     source = Indexed(args.set)
     table(["set", source.prefix.name], sets.stats(source, _shares(args.shares), args.context))
 

@@ -12,6 +12,7 @@ paper from local files, offline, and without the harness by our own scorer (--na
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", action="append", default=[], help="a text file or prepared set; may be given several times")
     add("--part", choices=["train", "validation", "test"], help="of prepared sets (default: the whole)")
     add("--field", default="text", help="of JSON lines or Parquet (default: text)")
-    add("--stride", type=int, help="tokens that a window moves on (default: half of it)")
+    add("--stride", type=int, help="tokens by which the window moves (default: half of it)")
     add("--context", type=int, help="the window (default: the model's context)")
     add("--tasks", default="", help="names with commas between, or all (the six of the paper)")
     add("--data-dir", type=Path, help="local files of the six tasks; nothing is fetched")
@@ -39,12 +40,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from tokenformer.config import load
+    from tokenformer.config_data import DataConfig
+    from tokenformer.data.text.inputs import find_inputs
     from tokenformer.data.text.tokenizer import fingerprint
-    from tokenformer.eval.perplexity import window
+    from tokenformer.eval.perplexity import is_prepared, window
     from tokenformer.eval.ranks import leave, local_device, rank
     from tokenformer.eval.tasks import TASKS, read_rows
-    from tokenformer.files import check_writable
-    from tokenformer.hub.open import name_model, open_model
+    from tokenformer.files import check_writable, write_text
+    from tokenformer.hub.open import open_model, split_words
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     names = list(TASKS) if names == ["all"] else names
@@ -60,10 +64,13 @@ def run(args: argparse.Namespace) -> None:
         for name in names:
             read_rows(name, args.data_dir, args.limit if args.native else None)  # the harness reads all
     for text in args.text:
-        check_text(text, args.part)
+        if not is_prepared(text):
+            find_inputs([text])
+            if args.part:
+                raise UserError(f"{text} is no prepared set, so it has no part {args.part}: leave --part out")
     if args.out:
         check_writable(args.out, args.force)
-    source, configs, _ = name_model(args.source)
+    source, configs, _ = split_words(args.source)
     device = local_device(args.device)
     opened = open_model(source, configs, tokenizer=args.tokenizer, device=device, dtype=args.dtype)
     tokenizer, model = opened.tokenizer, opened.model.eval()
@@ -73,62 +80,36 @@ def run(args: argparse.Namespace) -> None:
     results |= {"context": context, "limit": args.limit}
     try:
         if args.text:
-            how = {"stride": stride, "part": args.part, "shares": shares(opened.run) if args.part else None}
-            results |= {**how, "texts": {}}
+            data = load(opened.run).data if opened.run else DataConfig()  # as the run was trained, else by default
+            results |= {"stride": stride, "part": args.part, "shares": data.split if args.part else None, "texts": {}}
             for text in args.text:
                 results["texts"][text] = measure_text(model, tokenizer, text, results, args)
         if names:
             results["tasks"], results["scorer"] = measure_tasks(model, tokenizer, names, context, args)
-    finally:  # what was measured before a mistake is not lost
+    finally:  # what was measured before an error is not lost
         if rank() == 0 and (results.get("texts") or "tasks" in results):
             show(Path(str(source)).name, results)
             if args.out:
-                save(args.out, results)
+                write_text(args.out, json.dumps(results, indent=1) + "\n")
+                print(args.out)
     leave()
-
-
-def shares(run: Path | None) -> list[float]:
-    """Of train, validation and test: as the run was trained, else as every run is by default."""
-    from tokenformer.config import load
-    from tokenformer.config_data import DataConfig
-
-    return (load(run / "config.yml").data if run else DataConfig()).split
-
-
-def check_text(text: str, part: str | None) -> None:
-    from tokenformer.data.text.inputs import find_inputs
-    from tokenformer.eval.perplexity import is_prepared
-
-    if not is_prepared(text):
-        find_inputs([text])
-        if part is not None:
-            raise UserError(f"{text} is no prepared set, so it has no part {part}: prepare it, or leave --part out")
 
 
 def measure_text(model, tokenizer, text: str, how: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     from tokenformer.eval.perplexity import open_documents, perplexity
     from tokenformer.terminal import progress
 
-    documents = open_documents(
-        text, tokenizer, args.limit, field=args.field, part=args.part, shares=how["shares"] or [1.0]
-    )
+    shares = how["shares"] or [1.0]
+    documents = open_documents(text, tokenizer, args.limit, field=args.field, part=args.part, shares=shares)
+    window = {"context": how["context"], "stride": how["stride"], "batch": max(1, args.batch_tokens // how["context"])}
     with progress(f"reading {Path(text).name}", None, " bytes") as advance:
-        measured = perplexity(
-            model,
-            documents,
-            tokenizer.end_of_document,
-            context=how["context"],
-            stride=how["stride"],
-            batch=max(1, args.batch_tokens // how["context"]),
-            advance=advance,
-        )
-    return measured.to_dict()
+        return perplexity(model, documents, tokenizer.end_of_document, **window, advance=advance).to_dict()
 
 
 def measure_tasks(
     model, tokenizer, names: list[str], context: int, args: argparse.Namespace
 ) -> tuple[dict[str, Any], str]:
-    """By the harness where it is, else natively from local files."""
+    """Measure tasks by the harness where it is installed, else by our own scorer; return which it was."""
     from tokenformer.eval.tasks import run_tasks
     from tokenformer.terminal import progress
 
@@ -156,7 +137,7 @@ def show(name: str, results: dict[str, Any]) -> None:
     from tokenformer.terminal import table
 
     if results.get("texts"):
-        head = ["text", "loss", "perplexity", "bits a token", "bits a byte", "tokens", "bytes"]
+        head = ["text", "loss", "perplexity", "bits per token", "bits per byte", "tokens", "bytes"]
         keys = ("loss", "perplexity", "bits_per_token", "bits_per_byte")
         rows = [
             [path, *(f"{m[k]:.4f}" for k in keys), f"{m['tokens']:,}", f"{m['bytes']:,}"]
@@ -164,23 +145,11 @@ def show(name: str, results: dict[str, Any]) -> None:
         ]
         table(head, rows)
     if "tasks" in results:
-        others = {task: m for task, m in results["tasks"].items() if task not in TASKS}
         rows = [[t, k, f"{v:.4f}"] for t, m in results["tasks"].items() for k, v in m.items() if k != "rows"]
         table(["task", "measure", "value"], rows, title=f"by {results['scorer']}")
-        if len(others) < len(results["tasks"]):
-            printed = {task: TASKS[task].printed for task in TASKS}
-            cut = results["limit"] is not None and any(
-                m.get("rows") == results["limit"] for m in results["tasks"].values()
-            )
-            name = f"{name} (first {results['limit']} rows)" if cut else name
-            rows = beside_paper(name, results["tasks"], printed)
+        if TASKS.keys() & results["tasks"].keys():
+            limit = results["limit"]
+            if limit and any(m.get("rows") == limit for m in results["tasks"].values()):
+                name = f"{name} (first {limit} rows)"
+            rows = beside_paper(name, results["tasks"], {task: TASKS[task].printed for task in TASKS})
             table(HEAD, rows, title="accuracies in %, beside the paper's (HellaSwag and ARC-C: acc_norm)")
-
-
-def save(path: Path, results: dict[str, Any]) -> None:
-    import json
-
-    from tokenformer.files import write_text
-
-    write_text(path, json.dumps(results, indent=1) + "\n")
-    print(path)

@@ -1,4 +1,4 @@
-"""Write text with a model: one prompt, a file of prompts, from nothing, or in conversation.
+"""Write text with a model: from a prompt, a file of prompts, without a prompt, or in conversation.
 
 example: tokenformer generate my-folder --prompt "Once upon a time" --tokens 100 --temperature 0.8
          tokenformer generate my-folder --input-file in.txt --output-file out.txt
@@ -17,21 +17,12 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 from tokenformer.errors import UserError
 
-# our options → keys of the official generation files
-OPTIONS = {
-    "input_file": "sample_input_file",
-    "output_file": "sample_output_file",
-    "num_samples": "num_samples",
-    "tokens": "maximum_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-}
+# keys of the official generation files → our options, where these have other names
+OPTIONS = {"sample_input_file": "input_file", "sample_output_file": "output_file", "maximum_tokens": "tokens"}
 COMMANDS = "/new forgets what was said, /quit leaves"
 
 
@@ -39,17 +30,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", nargs="+", metavar="MODEL", help="weights, and official config files")
     add("--prompt", action="append", help="a prompt; may be given several times")
-    add("--input-file", help="prompts, one a line, or JSON lines (.jsonl); - reads lines from standard input")
+    add("--input-file", help="prompts, one per line, or JSON lines (.jsonl); - reads lines from standard input")
     add("--output-file", help="where the JSON lines go (default: they are shown)")
     add("--force", action="store_true", help="replace a file of that name")
-    add("--num-samples", type=int, help="texts from nothing")
+    add("--num-samples", type=int, help="texts without a prompt")
     add("--interactive", action="store_true", help="a conversation; text comes as it is made")
-    add("--no-history", action="store_true", help="in conversation: every prompt stands alone")
+    add("--no-history", action="store_true", help="in conversation: forget earlier prompts and texts")
     add("--tokens", type=int, help="new tokens at most (default 64)")
     add("--temperature", type=float, help="0 = the most likely token (default)")
     add("--top-k", type=int, help="only the k most likely tokens")
-    add("--top-p", type=float, help="only the most likely tokens of this probability together")
-    add("--min-p", type=float, help="only tokens this many times as likely as the most likely")
+    add("--top-p", type=float, help="only the most likely tokens of this probability in total")
+    add("--min-p", type=float, help="only tokens of at least this share of the highest probability")
     add("--repetition-penalty", type=float, help="against tokens that were there before")
     add("--seed", type=int, default=0, help="prompt i is drawn with seed + i")
     add("--stop", action="append", default=[], help="a text that ends a result; may be given several times")
@@ -63,13 +54,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from tokenformer.files import check_writable
-    from tokenformer.hub.open import name_model, open_model
+    from tokenformer.hub.open import open_model, split_words
     from tokenformer.infer.engine import Engine
     from tokenformer.infer.requests import Prompt, Request, stop_token
     from tokenformer.strict import build
 
-    source, configs, official = name_model(args.source)
-    given = {name: getattr(args, option) for option, name in OPTIONS.items() if getattr(args, option) is not None}
+    source, configs, official = split_words(args.source)
+    options = {field.name: getattr(args, OPTIONS.get(field.name, field.name), None) for field in fields(Request)}
+    given = {name: value for name, value in options.items() if value is not None}
     kinds = {"interactive": args.interactive, "input-file": args.input_file, "unconditional": args.num_samples}
     asked = [kind for kind, wanted in kinds.items() if wanted]
     if len(asked) + bool(args.prompt) > 1:
@@ -102,18 +94,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def write(engine, tokenizer, request, prompts: list, stop_ids: list[int], args: argparse.Namespace) -> None:
-    """All texts, shown or into a file. Those of --prompt are shown as text, a single one as it is made."""
+    """Write all texts, to the screen or a file. Those of --prompt are shown as text, a single one as it is made."""
     import json
 
-    from tokenformer.infer.requests import record, token_logits, write_records
-    from tokenformer.infer.text import write_texts
+    from tokenformer.files import write_text
+    from tokenformer.infer.requests import record, token_logits
+    from tokenformer.infer.text import LIVE, write_texts
     from tokenformer.terminal import progress
 
     shown = request.sample_output_file is None
     plain = shown and bool(args.prompt) and not args.logprobs and not request.return_logits
     alone = plain and len(prompts) == 1
 
-    def said(_: int, piece: str) -> None:
+    def show(_: int, piece: str) -> None:
         print(piece, end="", flush=True)
 
     results = write_texts(
@@ -125,9 +118,9 @@ def write(engine, tokenizer, request, prompts: list, stop_ids: list[int], args: 
         seeds=range(args.seed, args.seed + len(prompts)),
         stops=args.stop,
         batch=args.batch,
-        every=4 if alone else None,
+        every=LIVE if alone else None,
         logprobs=args.logprobs,
-        said=said if alone else None,
+        on_piece=show if alone else None,
         stop_ids=stop_ids,
         names=[prompt.name for prompt in prompts],
     )
@@ -135,7 +128,7 @@ def write(engine, tokenizer, request, prompts: list, stop_ids: list[int], args: 
         print(prompts[0].text, end="", flush=True)
     records = []
     with contextlib.ExitStack() as stack:
-        # a bar would take what is shown for itself, on a terminal
+        # no progress bar while texts are shown: it would overwrite them
         advance = None if shown else stack.enter_context(progress("generating", len(prompts)))
         for prompt, result in zip(prompts, results, strict=True):
             one = record(result)
@@ -150,17 +143,17 @@ def write(engine, tokenizer, request, prompts: list, stop_ids: list[int], args: 
             elif shown:
                 print(json.dumps(one, ensure_ascii=False), flush=True)
             else:
-                records.append(one)
+                records.append(json.dumps(one, ensure_ascii=False))
             if advance:
                 advance(1)
     if not shown:
-        write_records(request.sample_output_file, records)
+        write_text(request.sample_output_file, "".join(line + "\n" for line in records))
         print(f"{request.sample_output_file}: {len(records)} texts")
 
 
 def converse(engine, tokenizer, request, stop_ids: list[int], args: argparse.Namespace) -> None:
-    """Reads prompts from the terminal (or a pipe) until /quit or its end."""
-    from tokenformer.infer.session import Session
+    """Read prompts from the terminal (or a pipe) until /quit or its end, and continue each."""
+    from tokenformer.infer.text import Session
 
     session = Session(
         engine,
@@ -175,10 +168,10 @@ def converse(engine, tokenizer, request, stop_ids: list[int], args: argparse.Nam
     if sys.stdin.isatty():
         import readline  # noqa: F401 (arrow keys and earlier lines)
 
-        print(f"write, and the model goes on; {COMMANDS}, Ctrl-C stops an answer", file=sys.stderr)
+        print(f"write, and the model continues; {COMMANDS}, Ctrl-C stops an answer", file=sys.stderr)
     while (text := read_prompt(request.prompt_end)) is not None and text.rstrip() != "/quit":
         if text.rstrip() == "/new":
-            session.clear()
+            session.history = ""
         elif re.match(r"/[A-Za-z]+(\s|$)", text):
             print(f"{text.split()[0]} is no command: {COMMANDS}; a space before it makes it text", file=sys.stderr)
         elif text:
@@ -193,7 +186,7 @@ def converse(engine, tokenizer, request, stop_ids: list[int], args: argparse.Nam
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """Says whether Ctrl-C came in this block; a second one interrupts as everywhere."""
+    """Yield a function that tells whether Ctrl-C was pressed in this block; a second one interrupts as everywhere."""
     came = []
 
     def hear(*_: object) -> None:
@@ -209,7 +202,7 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 
 def read_prompt(end: str) -> str | None:
-    """What was typed up to `end` (a line, unless the config has another); None when there is no more."""
+    """Return what was typed up to `end` (a line, unless the config has another); None when there is no more."""
     text = ""
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A bigger model from a trained one: more parameter tokens, more layers, the same function. Prints a certificate.
+"""Grow a trained model: more parameter tokens, more layers, the same function. Prints a certificate.
 
 tokenformer grow my-folder --ffn-tokens 8560 --qkv-tokens 2140 --proj-tokens 2140 --out bigger
 tokenformer grow my-folder --to grow/354m --text held-out.txt --out bigger
@@ -11,6 +11,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenformer.cli.main import source_arguments
 from tokenformer.config import PROJECTIONS
 from tokenformer.errors import UserError
 
@@ -25,19 +26,13 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", help="a folder, a weight file, or a hub name")
-    add("config", nargs="*", help="config files, for official weights that have none beside them")
-    add("--out", required=True, type=Path, help="the folder to make")
+    source_arguments(parser)
     for which in PROJECTIONS:
-        add(f"--{which}-tokens", type=int, metavar="N", help="parameter tokens of a layer in total afterwards")
+        add(f"--{which}-tokens", type=int, metavar="N", help="parameter tokens per layer in total afterwards")
     add("--layers", type=int, metavar="N", help="blocks in total afterwards")
     add("--to", metavar="CONFIG", help="take these sizes from a config or preset, such as grow/354m")
-    add(
-        "--new-tokens",
-        nargs="+",
-        metavar="RULE",
-        help="segment (default), zero_key, zero_value or random; or one for each, such as ffn=segment qkv=zero_key",
-    )
+    rules = "segment (default), zero_key, zero_value or random; or one for each, such as ffn=segment qkv=zero_key"
+    add("--new-tokens", nargs="+", metavar="RULE", help=rules)
     add("--tau", choices=["hold", "sqrt_n"], help="τ where rows are appended (default: hold for zero_key, else sqrt_n)")
     add("--positions", nargs="+", metavar="WHERE", help="new blocks: even (default), end, or their layer numbers")
     add("--new-layers", choices=["identity", "stack"], help="identity blocks (default), or copies of the blocks")
@@ -47,11 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of the new values (default 0)")
     verify = "run both models and print a certificate (default; without it one tensor at a time is in memory)"
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
-    add("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
     add("--text", type=Path, help="text to verify on, beside random tokens")
-    add(
-        "--tokenizer", help="for --text: a tokenizer.json, its folder, byte or gpt-neox-20b (default: the source's own)"
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -92,7 +83,8 @@ def run(args: argparse.Namespace) -> None:
             f"{width * (before + 4 * after):,.0f} MB and activations (--no-verify: a tensor at a time)",
             flush=True,
         )
-        ids = {"random tokens": random_ids(config, args.seed)}
+        random = torch.Generator().manual_seed(args.seed)
+        ids = {"random tokens": torch.randint(config.vocab, (4, min(config.context, 128)), generator=random)}
         if args.text:
             ids[args.text.name] = text_ids(args.text, opened, 1 << 13)
         bigger = apply_plan(opened.model, plan, share=True)
@@ -102,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a `Growth` that were given."""
+    """Return the fields of a `Growth` that were given."""
     from tokenformer.config_growth import Growth
 
     given = {f.name: getattr(args, f.name, None) for f in dataclasses.fields(Growth)}
@@ -116,7 +108,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sizes(config: "ModelConfig", wanted: "ModelConfig") -> dict[str, Any]:
-    """The totals of the wanted model that this one has not."""
+    """Return the sizes in which the wanted model differs from this one."""
     from tokenformer.growth.shape import sizes
 
     if (config.kind, config.dim) != (wanted.kind, wanted.dim):
@@ -130,43 +122,30 @@ def _sizes(config: "ModelConfig", wanted: "ModelConfig") -> dict[str, Any]:
     return {name: size for name, size in then.items() if size != now[name]}
 
 
-def random_ids(config: "ModelConfig", seed: int) -> "Tensor":
+def text_ids(path: Path, opened: "Opened", tokens: int) -> "Tensor":
+    """Return about so many tokens of a text, in rows of the model's context (512 at most) from all over it."""
     import torch
 
-    length = min(config.context, 128)
-    return torch.randint(config.vocab, (4, length), generator=torch.Generator().manual_seed(seed))
-
-
-def text_ids(path: Path, opened: "Opened", tokens: int) -> "Tensor":
-    """About so many tokens of a text, in rows of the model's context (512 at most) from all over it."""
     from tokenformer.eval.perplexity import is_prepared, open_documents
+    from tokenformer.parsing import read_text
 
     encoder, length = opened.tokenizer, min(opened.config.context, 512)
     rows = max(1, tokens // length)
     if is_prepared(path):
         ids = itertools.chain.from_iterable(document.ids for document in open_documents(path, encoder))
-        whole = list(itertools.islice(ids, rows * length))
-        return _rows([whole[i : i + length] for i in range(0, len(whole), length)], length, path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as text ({error}): give a text file in UTF-8") from None
-    if len(text) <= 16 * tokens:  # short: from its beginning, row after row
-        whole = encoder.encode(text)
-        encoded = [whole[i : i + length] for i in range(0, len(whole), length)][:rows]
-    else:  # a row begins in each piece; 8 characters per token are enough for it
-        piece = len(text) // rows
-        encoded = [encoder.encode(text[i : i + 8 * length])[:length] for i in range(0, piece * rows, piece)]
-    return _rows(encoded, length, path)
-
-
-def _rows(encoded: list[list[int]], length: int, path: Path) -> "Tensor":
-    import torch
-
-    full = [ids for ids in encoded if len(ids) == length]
-    if not full:
+        encoded = list(itertools.islice(ids, rows * length))
+    else:
+        text = read_text(path, 1 << 40)
+        if len(text) > 16 * tokens:  # a row begins in each piece; 8 characters per token are enough for it
+            piece = len(text) // rows
+            pieces = (encoder.encode(text[i : i + 8 * length])[:length] for i in range(0, piece * rows, piece))
+            encoded = [i for ids in pieces if len(ids) == length for i in ids]
+        else:  # short: from its beginning, row after row
+            encoded = encoder.encode(text)
+    rows = min(rows, len(encoded) // length)
+    if not rows:
         raise UserError(f"{path} is shorter than {length} tokens: give a longer text")
-    return torch.tensor(full)
+    return torch.tensor(encoded[: rows * length]).view(rows, length)
 
 
 def show(certificates: dict[str, "Certificate"], plan: "Plan") -> None:
@@ -182,6 +161,6 @@ def show(certificates: dict[str, "Certificate"], plan: "Plan") -> None:
         for what, c in certificates.items()
     ]
     table(["on", "largest change of a logit", "relative", "loss before", "after"], rows)
-    _, certificate = list(certificates.items())[-1]
-    rows = [[what, a.rows, a.at_once, a.within_two] for what, a in certificate.gradient.items()]
+    gradient = list(certificates.values())[-1].gradient
+    rows = [[what, a.rows, a.at_once, a.within_two] for what, a in gradient.items()]
     table(["new", "rows", "learn at once", "within two steps"], rows)

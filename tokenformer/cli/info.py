@@ -1,4 +1,4 @@
-"""A table of a model: shapes, segments, parameters, FLOPs, memory.
+"""Show a model: shapes, segments, parameters, FLOPs, memory.
 
 tokenformer info lm/150m
 tokenformer info my.yml model.layers=6 --context 1k,8k,32k
@@ -14,9 +14,7 @@ from tokenformer.terminal import table
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", nargs="+", help="config files or presets (merged) and a.b=c overrides, or weights")
-    parser.add_argument(
-        "--context", default=None, help="lengths to compare at, such as 1k,8k,32k (default: the model's)"
-    )
+    parser.add_argument("--context", help="lengths to compare at, such as 1k,8k,32k (default: the model's)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -29,24 +27,22 @@ def run(args: argparse.Namespace) -> None:
 
 
 def model_config(source: list[str]) -> tuple[ModelConfig, list[str]]:
-    """The model of configs and overrides, or of weights; and what to know where a run begins with a smaller one."""
+    """Return the model of configs and overrides, or of weights; and lines about growth where a run begins smaller."""
     from tokenformer.growth.progressive import describe, resolve
-    from tokenformer.hub.open import means_weights, open_model, read_config
+    from tokenformer.hub.open import Opened, locate, means_weights, read_config
 
     overrides = [word for word in source if "=" in word]
     names = [word for word in source if "=" not in word]
     weights = [name for name in names if means_weights(name)]
-    configs = [n for n in names if n not in weights]
-    if weights and configs:  # the weights' own config, as `convert` takes it
-        return read_config(*configs, overrides=overrides).model, []
-    if weights and overrides:
+    configs = [name for name in names if name not in weights]
+    if configs or not weights:  # beside weights: their own config, as `convert` takes it
+        config = read_config(*configs, overrides=overrides)
+        return config.model, [] if isinstance(config.growth, list) else describe(resolve(config)[0])
+    if overrides:
         raise UserError(f"{weights[0]} holds weights, which overrides cannot change: leave {overrides[0]} out")
     if len(weights) > 1:
         raise UserError(f"{weights[1]} is a second model: give one at a time")
-    if weights:
-        return open_model(weights[0]).config, []
-    config = read_config(*names, overrides=overrides)
-    return config.model, [] if isinstance(config.growth, list) else describe(resolve(config)[0])
+    return Opened(weights[0], locate(weights[0], values=False)).config, []
 
 
 def parse_length(text: str) -> int:
@@ -75,10 +71,10 @@ def show(config: ModelConfig) -> None:
     rows += [["embedding", "", f"{total.head_parameters:,}"]]
     rows += [] if config.tied else [["output head", "", f"{total.head_parameters:,}"]]
     rows += [["norms", "", f"{norms:,}"], ["matmul, in blocks", "", f"{total.matmul_parameters:,}"]]
-    table(["projection", "a layer", "parameters"], [*rows, ["all", "", f"{total.parameters:,}"]])
+    table(["projection", "per layer", "parameters"], [*rows, ["all", "", f"{total.parameters:,}"]])
     gb = total.parameters / 1e9
     print(f"weights {2 * gb:.2f} GB in bf16, {4 * gb:.2f} GB in fp32; training state (fp32, AdamW) {16 * gb:.2f} GB")
-    print(f"key/value cache {total.cache_bytes():,} bytes a token in bf16")
+    print(f"key/value cache {total.cache_bytes():,} bytes per token in bf16")
 
 
 def _segments(config: ModelConfig, name: str) -> str:
@@ -93,7 +89,7 @@ def _segments(config: ModelConfig, name: str) -> str:
 
 
 def compare(config: ModelConfig, lengths: list[int]) -> None:
-    """How the two parts of the cost grow with the context, beside a Transformer of equal parameters."""
+    """Print how the two parts of the cost grow with the context, beside a Transformer of equally many parameters."""
     from tokenformer.models.cost import cost, equal_transformer
 
     rival = equal_transformer(config)
@@ -105,6 +101,4 @@ def compare(config: ModelConfig, lengths: list[int]) -> None:
             memory = f"{c.cache_bytes() * length / 1e6:,.1f}"
             rows.append([f"{length:,}", name, size, f"{with_parameters:.3f}", f"{with_tokens:.3f}", training, memory])
     head = ["context", "model", "M parameters", "with parameters", "with tokens", "training", "MB cache"]
-    table(
-        head, rows, title="GFLOPs a token (forward; attention causal, counted once), a Transformer as large beside it"
-    )
+    table(head, rows, title="GFLOPs per token (forward; causal attention counted once), beside a Transformer as large")

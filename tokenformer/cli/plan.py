@@ -10,19 +10,20 @@ the settings (parallel.shard=8) leave only the layouts that have them.
 import argparse
 import dataclasses
 
+from tokenformer.errors import UserError
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config")
-    parser.add_argument("--gpus", type=int, required=True, help="how many")
-    parser.add_argument("--memory", default="80GB", help="of one GPU (default: 80GB)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="joined by a fast network (default: 8)")
-    parser.add_argument("--all", action="store_true", help="every layout, not the best ten")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
+    parser.add_argument("--memory", default="80GB", help="memory of one GPU (default: 80GB)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs joined by a fast network (default: 8)")
+    parser.add_argument("--all", action="store_true", help="show every layout, not the best ten")
 
 
 def run(args: argparse.Namespace) -> int:
     from tokenformer.config_train import DEGREES
-    from tokenformer.errors import UserError
     from tokenformer.growth.progressive import describe, resolve
     from tokenformer.growth.stages import chain
     from tokenformer.hub.open import read_config
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number above 0")
     config = read_config(args.config, overrides=args.settings, training=True)
-    config = with_batch_sizes(config, args.gpus if config.batch is None else 1)  # official files count a batch by GPUs
+    config = with_batch_sizes(config, args.gpus if config.batch is None else 1)  # official batches are per GPU
     small_first = not isinstance(config.growth, list)
     config, stages = resolve(config)
     grown = chain(config.model, stages)[-1]
@@ -55,10 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if best is None:
         print("none fits: give more GPUs, a smaller micro_batch, or train.activation_checkpointing=full")
         return 0
-    d = best.degrees
     for what, parts in (("memory", best.memory), ("sent", best.sent)):
         print(f"{what}: {', '.join(f'{name} {n / 1e9:.2f} GB' for name, n in parts.items()) or 'nothing'}")
-    named = {"pipeline": d.pipeline, "replicate": d.replicate, "shard": d.shard, "token": d.token}
+    named = {name: getattr(best.degrees, name) for name in DEGREES}
     print("recommended:", *(f"parallel.{name}={n}" for name, n in named.items() if n > 1 or name == "replicate"))
     return 0
 
@@ -68,8 +68,6 @@ def gigabytes(text: str) -> float:
     >>> gigabytes("80GB"), gigabytes("141")
     (80.0, 141.0)
     """
-    from tokenformer.errors import UserError
-
     try:
         found = float(text.upper().removesuffix("GB").strip())
     except ValueError:

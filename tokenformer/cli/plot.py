@@ -3,7 +3,7 @@
 example: tokenformer plot runs/demo
          tokenformer plot runs/a runs/b --out compare.png --x tokens
 
-Without --out the picture and the page stand in the (first) run's folder as curves.png and curves.html.
+Without --out a picture and a page are written into the (first) run's folder: curves.png and curves.html.
 """
 
 import argparse
@@ -13,8 +13,9 @@ from pathlib import Path
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--out", action="append", metavar="FILE", help="a .png or .html file; may be given twice")
-    parser.add_argument("--x", choices=["step", "tokens", "hours", "compute"], default="step", help="what goes across")
-    parser.add_argument("--title", default="", help="what stands above")
+    across = "step (default), hours, compute, or what the runs count: tokens, images, …"
+    parser.add_argument("--x", metavar="AXIS", default="step", help=across)
+    parser.add_argument("--title", default="", help="title of the picture")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -24,14 +24,14 @@ from tokenformer.errors import UserError
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a named set, files, folders, globs, or -")
     parser.add_argument("--out", default="data", metavar="FOLDER", help="where the set goes (default: data)")
-    parser.add_argument("--name", help="of the set (default: after the input)")
+    parser.add_argument("--name", help="name of the set (default: after the input)")
     parser.add_argument("--tokenizer", default="gpt-neox-20b", help="gpt-neox-20b, byte, or a path")
-    parser.add_argument("--end", metavar="TOKEN", help="the token that ends a document, where it is not a usual one")
+    parser.add_argument("--end", metavar="TOKEN", help="the token that ends a document, where it has an unusual name")
     parser.add_argument("--format", choices=["text", "jsonl", "parquet"], help="instead of what the names end in")
     parser.add_argument("--field", default="text", help="of JSON lines or Parquet (default: text)")
     parser.add_argument("--separator", metavar="S", help=r"between two documents of a text; \n and \t are known")
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="what to do with bad documents")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--shard", metavar="I/N", help="only the I-th of N shares of the files; see `data merge`")
     parser.add_argument("--downloads", metavar="FOLDER", help="where archives go (default: downloads in --out)")
     parser.add_argument("--force", action="store_true", help="replace a set of this name")
@@ -42,16 +42,13 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.data.text.prepare import prepare
     from tokenformer.data.text.reading import Reading
 
-    if args.workers is not None and args.workers < 1:
-        raise UserError(f"--workers {args.workers} cannot work: give 1 or more")
     separator = args.separator.replace("\\n", "\n").replace("\\t", "\t") if args.separator is not None else None
     if separator == "":
-        raise UserError("--separator is empty: give what stands between two documents")
+        raise UserError("--separator is empty: give the text between two documents")
     named, inputs = resolve(args.inputs)
     reading = SETS[named].reading if named else Reading()
     changes = {"format": args.format, "field": args.field, "on_error": args.on_error}
-    if separator:
-        changes.update(separator=separator, before=None)
+    changes |= {"separator": separator, "before": None} if separator else {}
     reading = dataclasses.replace(reading, **changes)
     shard = _shard(args.shard) if args.shard else None
     downloads = args.downloads or Path(args.out) / "downloads"

@@ -1,4 +1,4 @@
-"""A smaller model from a trained one: the parameter tokens that do least on a text go, or the newest.
+"""Shrink a trained model: remove the parameter tokens that do least on a text, or the newest.
 
 tokenformer shrink my-folder --ratio 0.5 --text sample.txt --out smaller
 tokenformer shrink my-folder --ffn-tokens 2304 --by newest --out as-before
@@ -7,27 +7,22 @@ tokenformer shrink my-folder --ffn-tokens 2304 --by newest --out as-before
 import argparse
 from pathlib import Path
 
+from tokenformer.cli.main import source_arguments
 from tokenformer.config import PROJECTIONS
 from tokenformer.errors import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", help="a folder, a weight file, or a hub name")
-    add("config", nargs="*", help="config files, for official weights that have none beside them")
-    add("--out", required=True, type=Path, help="the folder to make")
+    source_arguments(parser)
     for which in PROJECTIONS:
-        add(f"--{which}-tokens", type=int, metavar="N", help="parameter tokens of a layer that stay")
+        add(f"--{which}-tokens", type=int, metavar="N", help="parameter tokens per layer that stay")
     add("--ratio", type=float, metavar="SHARE", help="instead: the share of all parameter tokens that stays")
-    add("--by", choices=["energy", "newest"], default="energy", help="who goes: what does least on the text (default)")
+    add("--by", choices=["energy", "newest"], default="energy", help="remove what does least on the text (default)")
     add("--across", choices=["layer", "model"], default="layer", help="as many in every layer, or where they do most")
     add("--tau", choices=["match", "hold", "sqrt_n"], help="default: match on the text, sqrt_n without one")
-    add("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
     add("--text", type=Path, help="text to measure on, and to report the change in loss")
     add("--tokens", type=int, default=1 << 15, help="how much of the text, in tokens (default 32768)")
-    add(
-        "--tokenizer", help="for --text: a tokenizer.json, its folder, byte or gpt-neox-20b (default: the source's own)"
-    )
 
 
 def run(args: argparse.Namespace) -> None:

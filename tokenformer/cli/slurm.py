@@ -3,32 +3,31 @@
 example: tokenformer slurm lm/1.5b data.path=prepared/pile batch=512 parallel.shard=64 \\
            --nodes 8 --gpus-per-node 8 --out runs/pile --time 48:00:00 --submit
 
-The job saves when Slurm signals the end of its time or a preemption, puts itself back into the queue and goes on.
+The job saves when Slurm signals the end of its time or a preemption, requeues itself and resumes.
 """
 
 import argparse
 import subprocess
 from pathlib import Path
 
+from tokenformer.errors import UserError
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
-    parser.add_argument("--nodes", type=int, help="how many (default: an official file's num_nodes)")
-    parser.add_argument(
-        "--gpus-per-node", type=int, help="of a node; 0: its CPU (default: an official file's num_gpus)"
-    )
+    parser.add_argument("--nodes", type=int, help="machines (default: an official file's num_nodes)")
+    parser.add_argument("--gpus-per-node", type=int, help="0: the CPU (default: an official file's num_gpus)")
     parser.add_argument("--out", metavar="RUN", help="run folder, the script beside it (default: the config's `out`)")
-    parser.add_argument("--time", default="24:00:00", help="longest time of one piece (default: 24:00:00)")
-    parser.add_argument("--partition", help="of the cluster")
-    parser.add_argument("--account", help="who pays")
+    parser.add_argument("--time", default="24:00:00", help="time limit of one job (default: 24:00:00)")
+    parser.add_argument("--partition", help="partition of the cluster")
+    parser.add_argument("--account", help="account to charge")
     parser.add_argument("--cpus-per-gpu", type=int, help="cores for each process")
     parser.add_argument("--force", action="store_true", help="replace another script of this name")
-    parser.add_argument("--submit", action="store_true", help="hand it to sbatch")
+    parser.add_argument("--submit", action="store_true", help="submit it with sbatch")
 
 
 def run(args: argparse.Namespace) -> int:
-    from tokenformer.errors import UserError
     from tokenformer.files import check_writable, write_text
     from tokenformer.hub.official_config import launch_of
     from tokenformer.hub.open import means_weights, read_config
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.train.run import with_batch_sizes
 
     source = Path(args.config)
-    inside = is_folder(source / "checkpoints") and args.out in (None, args.config)  # a run to go on with
+    inside = is_folder(source / "checkpoints") and args.out in (None, args.config)  # a run to resume
     files = [source / "config.yml" if inside else args.config, *(s for s in args.settings if "=" not in s)]
     config = read_config(*files, overrides=[s for s in args.settings if "=" in s], training=True)
     nodes, gpus = launch_of(*(name for name in files if not means_weights(name)))
@@ -57,22 +56,18 @@ def run(args: argparse.Namespace) -> int:
     path = Path(f"{out}.sbatch")
     check_writable(path)
     if path.exists() and not args.force and path.read_bytes() != text.encode():
-        raise UserError(
-            f"{path} is there already and says something else: give another --out, or --force to replace it"
-        )
+        raise UserError(f"{path} is there already and differs: give another --out, or --force to replace it")
     write_text(path, text)
     print(f"{path}: {nodes} nodes × {max(1, gpus)} processes, {laid}")
     if args.cpus_per_gpu is None:
-        print("it asks for no CPUs, of which a cluster may then give one a node: --cpus-per-gpu N asks for more")
+        print("it asks for no CPUs, so a cluster may give one per node: --cpus-per-gpu N asks for more")
     if not args.submit:
         print(f"submit it with: sbatch {path}")
         return 0
     try:
         done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
     except FileNotFoundError:
-        raise UserError(
-            "there is no sbatch here: submit from a machine of the cluster, or leave --submit out"
-        ) from None
+        raise UserError("there is no sbatch here: submit from the cluster, or leave --submit out") from None
     if done.returncode:
         raise UserError(f"sbatch refused {path}: {done.stderr.strip()}")
     print(done.stdout.strip())

@@ -1,4 +1,4 @@
-"""Train a tokenizer from text, or say what one is.
+"""Train a tokenizer from text, or describe one.
 
 tokenformer tokenizer train books/*.txt --vocab 8192 --out tokenizer.json
 tokenformer tokenizer info gpt-neox-20b
@@ -16,7 +16,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     train = actions.add_parser("train", help="a byte-level BPE of a given size from text")
     train.add_argument("inputs", nargs="+", metavar="INPUT", help="files, folders, globs, or -")
-    train.add_argument("--vocab", type=int, required=True, metavar="N", help="how many ids it has, 257 or more")
+    train.add_argument("--vocab", type=int, required=True, metavar="N", help="number of ids, 257 or more")
     train.add_argument("--out", default="tokenizer.json", metavar="FILE")
     train.add_argument("--force", action="store_true", help="replace a file of that name")
     train.add_argument("--format", choices=["text", "jsonl", "parquet"], help="instead of what the names end in")
@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     train.set_defaults(action=_train)
     info = actions.add_parser("info", help="size, end of document, padded size")
     info.add_argument("name", help="gpt-neox-20b, byte, or a path")
-    info.add_argument("--text", help="show how a text is cut")
+    info.add_argument("--text", help="show the tokens of this text")
     info.set_defaults(action=_info)
 
 

@@ -4,11 +4,11 @@ example: tokenformer train lm/150m data.path=prepared/books batch=64 --out runs/
          tokenformer train runs/books --resume
          tokenformer train bigger data.path=prepared/books batch=64 --out runs/bigger
 
-CONFIG is a file of ours or an official YAML file, a preset (lm/150m), or a run folder to go on with (--resume). Weights
-instead (a folder, a run, a model of the hub) mean their model, beginning with these weights, in a run of its own:
---out names it; start=null begins from scratch. An existing run is never overwritten: --resume goes on from its newest
-checkpoint (and begins where there is none, so that a job script can always give it). SIGTERM, SIGINT and SIGUSR1 save
-and leave.
+CONFIG is a file of ours or an official YAML file, a preset (lm/150m), or a run folder to resume (--resume). Weights
+instead (a folder, a run, a model of the hub) begin a new run, named by --out, with their model and these weights;
+start=null begins from scratch. An existing run is never overwritten: --resume continues from its newest checkpoint (and
+begins the run where there is none, so that a job script can always give it). SIGTERM, SIGINT and SIGUSR1 save a
+checkpoint and stop.
 
 Many processes: torchrun --nproc-per-node 8 -m tokenformer train CONFIG parallel.shard=8 (docs/parallelism.md).
 """
@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, run folder, or weights to begin with")
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
     parser.add_argument("--out", metavar="RUN", help="run folder (default: the config's `out`, or its name in runs/)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run")
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,16 +37,16 @@ def run(args: argparse.Namespace) -> int:
     source, given = Path(args.config), Path(args.out) if args.out else None
     inside = is_file(source / "config.yml")  # a run, or a folder of weights
     if args.resume and not given and not inside and not is_file(source) and args.config not in presets():
-        raise UserError(f"there is no run at {source} to go on with: give its folder, or a config and --out")
+        raise UserError(f"there is no run at {source} to resume: give its folder, or a config and --out")
     itself = args.resume and inside and (given is None or given.resolve() == source.resolve())
     if itself and not is_folder(source / "checkpoints") and means_weights(source):
-        raise UserError(f"{source} holds weights but no run to go on with: give --out RUN to begin one with them")
+        raise UserError(f"{source} holds weights but no run to resume: give --out RUN to begin one with them")
     names = [source / "config.yml" if itself else args.config, *(s for s in args.settings if "=" not in s)]
     config = read_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
     if not itself and given is None and config.out is None and means_weights(args.config):
         raise UserError(
             f"{source} holds weights, and what is trained from them needs a folder of its own: give --out RUN"
-            + (", or --resume to go on with this run" if is_folder(source / "checkpoints") else "")
+            + (", or --resume to continue this run" if is_folder(source / "checkpoints") else "")
         )
     default = source if itself else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
     if config.start and not itself and os.environ.get("RANK", "0") == "0":

@@ -31,12 +31,12 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Iterates the micro-batches of one rank, without end (or for `epochs`).
+    """Iterates over the micro-batches of one rank, without end (or for `epochs`).
 
-    A step takes the next `batch` samples; rank r of W has the r-th share of them, cut into micro-batches of one size.
-    Rows that do not divide (or lie behind the last epoch) hold the fillers of the fields. Every rank has equally many
-    micro-batches. Several sources are blended by `weights`. `workers` threads, or processes where the source asks for
-    them, read up to `prefetch` micro-batches ahead into arrays that `allocate` gives (of pinned memory, say).
+    A step has the next `batch` samples; rank r of W gets the r-th share of them, cut into micro-batches of one size.
+    Every rank has equally many micro-batches; rows without a sample (the batch does not divide, or the last epoch is
+    over) hold the fillers of the fields. Several sources are blended by `weights`. `workers` threads, or processes if
+    the source asks for them, read up to `prefetch` micro-batches ahead into arrays that `allocate` makes.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Loader:
         self._stop = None if epochs is None else epochs * self.samples
 
     def state_dict(self) -> dict:
-        """Three values; the same at any rank, after whole steps."""
+        """Return three values, which are the same on every rank after whole steps."""
         return {"identity": self.identity, "seed": self.seed, "samples_seen": self.samples_seen}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on after a state, at any world size, batch and micro-batch; other data are refused."""
+        """Continue after a state, at any world size, batch and micro-batch. Refuse other data."""
         try:
             was = state.get("identity")
             if was is None:  # older checkpoints hold it as one text
@@ -103,7 +103,7 @@ class Loader:
         self.samples_seen = seen
 
     def __iter__(self) -> Iterator[Batch]:
-        """From where the state stands. The state counts a step when its last micro-batch was handed out."""
+        """Yield micro-batches from the state on. The state counts a step when its last micro-batch was handed out."""
         if not self.samples:
             about = ", ".join(f"{name} {value}" for name, value in self.identity.items())
             raise UserError(f"the data are empty ({about}): give more of them, or other shares in data.split")
@@ -112,14 +112,14 @@ class Loader:
             yield batch
 
     def _places(self) -> Iterator[tuple[int, int]]:
-        """(position where the step begins, number of the micro-batch), from where the state stands."""
+        """Yield (position at which the step begins, number of the micro-batch), from the state on."""
         step = self.samples_seen
         while self._stop is None or step < self._stop:
             yield from ((step, micro) for micro in range(self.micro_batches))
             step += self.batch
 
     def positions(self, step: int, micro: int) -> np.ndarray:
-        """Global positions of this rank's samples in a micro-batch of the step that begins at position `step`."""
+        """Return the global positions of this rank's samples in a micro-batch of the step that begins at `step`."""
         rows = self._rows[micro * self.micro_batch : (micro + 1) * self.micro_batch]
         places = step + np.arange(rows.start, rows.stop)
         return places if self._stop is None else places[places < self._stop]
@@ -142,7 +142,7 @@ class Loader:
         return Batch(fields, last, step + self.batch * last)
 
     def _read(self, number: int, places: np.ndarray, out: dict[str, np.ndarray], readers: Readers | None) -> None:
-        """Fill `out` with samples of a source, by their places in its sequence over all epochs."""
+        """Fill `out` with samples of a source, given their positions in its sequence over all epochs."""
         if not len(places):
             return
         source, order = self.sources[number], self._orders[number]
@@ -153,7 +153,7 @@ class Loader:
             source.read(indices, epochs, out)
 
     def _ahead(self) -> Iterator[Batch]:
-        """The batches in order, made up to `prefetch` before they are asked for."""
+        """Yield the micro-batches in order, read up to `prefetch` ahead."""
         readers = None
         if any(s.processes for s in self.sources):
             readers = Readers(self.sources, self.fields, self.micro_batch, self.workers)

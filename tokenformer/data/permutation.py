@@ -1,6 +1,7 @@
 """A keyed permutation of 0 … n-1 that is computed, not stored: any element by itself, in any order.
 
-Unusual: a Feistel network over the next even number of bits, walked again while it leaves the range (cycle walking).
+Unusual: a Feistel network over the next even number of bits, applied again while the result is out of range (cycle
+walking).
 """
 
 import hashlib
@@ -9,17 +10,17 @@ from functools import lru_cache
 import numpy as np
 
 ROUNDS = 8
-BLOCK = 1024  # places that are computed together: neighbours are asked for next, by every thread
+BLOCK = 1024  # positions that are computed together and cached: threads ask for neighbours next
 
 
 def round_keys(*words: object) -> np.ndarray:
-    """Keys of the network from anything that has a text (fingerprint, seed, epoch)."""
+    """Derive the keys of the network from any values (fingerprint, seed, epoch), by their text."""
     digest = hashlib.blake2b("|".join(map(str, words)).encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, "<u8")
 
 
 def permute(index: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
-    """Where each index goes.
+    """Return the image of each index.
 
     >>> sorted(permute(np.arange(5), 5, round_keys("example", 1, 0)).tolist())
     [0, 1, 2, 3, 4]
@@ -44,7 +45,7 @@ def _feistel(value: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray
 
 
 class EpochOrder:
-    """Which of `count` samples stands at a place that is counted over all epochs; each epoch has its own order.
+    """Maps positions, counted over all epochs, to `count` samples. Each epoch has its own order.
 
     >>> indices, epochs = EpochOrder(4, "example", 1)(np.arange(8))
     >>> sorted(indices[:4].tolist()), sorted(indices[4:].tolist()), epochs.tolist()
@@ -63,7 +64,7 @@ class EpochOrder:
         return places
 
     def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the samples at rising places, and their epochs."""
+        """Return the indices of the samples at rising positions, and their epochs."""
         indices = np.empty(len(places), np.int64)
         blocks = places // BLOCK
         for block in dict.fromkeys(blocks.tolist()):

@@ -1,4 +1,4 @@
-"""What gives samples to the loader: the contract that a source keeps, and whose turn it is in a blend of several.
+"""What gives samples to the loader: the contract of a source, and which source is next in a blend of several.
 
 Unusual: a source knows no order. The loader says which samples it wants, and a source fills a whole micro-batch with
 them in one call, so that the disk is asked once and nothing is copied twice.
@@ -37,7 +37,7 @@ class Source(Protocol):
     module that can be imported."""
 
     def __len__(self) -> int:
-        """How many samples an epoch has."""
+        """Return how many samples an epoch has."""
         ...
 
     def read(self, indices: np.ndarray, epochs: np.ndarray, out: dict[str, np.ndarray]) -> None:
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 def joined_identity(sources: Sequence[Source], blend: "Blend") -> dict[str, str]:
-    """The identity of a blend: what its sources share, and the share of each where they differ."""
+    """Return the identity of a blend: what its sources have in common, and the share of each where they differ."""
     if len(sources) == 1:
         return dict(sources[0].identity)
     joined = {}
@@ -58,7 +58,7 @@ def joined_identity(sources: Sequence[Source], blend: "Blend") -> dict[str, str]
 
 
 class Blend:
-    """Whose turn it is: after any number of samples each set is within one sample of its share (Tijdeman's rule).
+    """Which source is next: after any number of samples each is within one sample of its share (Tijdeman's rule).
 
     >>> blend = Blend([3, 1])
     >>> [int(s) for s in blend.turns(np.arange(8))[0]]
@@ -79,28 +79,28 @@ class Blend:
             self._rank[own] = np.arange(own.sum())
 
     def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The set at each position, and how many of its samples came before."""
+        """Return the source at each position, and how many of its samples came before."""
         rounds, places = np.divmod(positions, self.period)
-        sets = self.schedule[places]
-        return sets, rounds * self.counts[sets] + self._rank[places]
+        sources = self.schedule[places]
+        return sources, rounds * self.counts[sources] + self._rank[places]
 
 
 def _rounded(shares: list[Fraction]) -> list[Fraction]:
-    """Shares in whole parts of FINEST, at least one each, that add up to 1."""
+    """Round shares to whole parts of FINEST, at least one each, that add up to 1."""
     parts = [max(1, round(s * FINEST)) for s in shares]
     parts[parts.index(max(parts))] += FINEST - sum(parts)
     return [Fraction(p, FINEST) for p in parts]
 
 
 def _schedule(counts: np.ndarray) -> np.ndarray:
-    """One period: at each turn, of the sets that are far enough behind, the one that must come soonest."""
-    period, sets = int(counts.sum()), len(counts)
+    """Return one period: at each turn, of the sources that are far enough behind, the one that must come soonest."""
+    period, sources = int(counts.sum()), len(counts)
     out = np.zeros(period, np.int64)
-    slack = 2 * sets - 2
+    slack = 2 * sources - 2
     if slack == 0:
         return out
     # in units of 1 / (period · slack): behind = turn · share − given; whole numbers, so nothing is rounded
-    behind, gains, limit = [0] * sets, [int(c) * slack for c in counts], period * (slack - 1)
+    behind, gains, limit = [0] * sources, [int(c) * slack for c in counts], period * (slack - 1)
     for turn in range(period):
         chosen, soonest = 0, math.inf
         for i, gain in enumerate(gains):

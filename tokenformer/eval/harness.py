@@ -1,10 +1,9 @@
-"""EleutherAI's lm-evaluation-harness with our models: `--model tokenformer`, and its own command line with that.
+"""EleutherAI's lm-evaluation-harness with our models (`--model tokenformer`), from its own command line:
 
 python -m tokenformer.eval.harness --model tokenformer --model_args pretrained=my-folder --tasks piqa [--data-dir DIR]
 
-Unusual: several GPUs (torchrun) share the requests inside the model; the harness sees one. With --data-dir it works
-from local files: tasks of the same names are written for them, and nothing is fetched. The harness's own models
-(--model hf) are there too.
+Unusual: several GPUs (torchrun) share the requests inside the model; the harness knows of one. With --data-dir tasks of
+the same names are made for local files, and nothing is fetched. The harness's own models (--model hf) can be used too.
 """
 
 import argparse
@@ -36,60 +35,23 @@ except ImportError as error:
         f"the harness is not installed ({error}): pip install 'tokenformer[eval]', or score natively from --data-dir"
     ) from None
 
-# what lm_eval's own task files say, for rows in our files' fields
-_TEXTS: dict[str, dict[str, Any]] = {
-    "lambada_openai": {
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
-        "doc_to_target": "{{' '+text.split(' ')[-1]}}",
-    },
-    "hellaswag": {"doc_to_text": "{{query}}", "doc_to_choice": "choices", "doc_to_target": "gold"},
-    "piqa": {
-        "doc_to_text": "Question: {{goal}}\nAnswer:",
-        "doc_to_choice": "{{[sol1, sol2]}}",
-        "doc_to_target": "label",
-    },
-    "arc_easy": {
-        "doc_to_text": "Question: {{question}}\nAnswer:",
-        "doc_to_choice": "choices",
-        "doc_to_target": "gold",
-    },
-    "winogrande": {
-        "doc_to_text": "{{answer|int - 1}}",
-        "doc_to_choice": "{{[sentence.split('_')[0] + option1, sentence.split('_')[0] + option2]}}",
-        "doc_to_target": "{{sentence[sentence.index('_') + 1:].strip()}}",
-    },
+# doc_to_text, doc_to_choice and doc_to_target of lm_eval's own task files, for rows in our files' fields
+_TEXTS = {
+    "lambada_openai": ("{{text.split(' ')[:-1]|join(' ')}}", None, "{{' '+text.split(' ')[-1]}}"),
+    "hellaswag": ("{{query}}", "choices", "gold"),
+    "piqa": ("Question: {{goal}}\nAnswer:", "{{[sol1, sol2]}}", "label"),
+    "arc_easy": ("Question: {{question}}\nAnswer:", "choices", "gold"),
+    "arc_challenge": ("Question: {{question}}\nAnswer:", "choices", "gold"),
+    "winogrande": (
+        "{{answer|int - 1}}",
+        "{{[sentence.split('_')[0] + option1, sentence.split('_')[0] + option2]}}",
+        "{{sentence[sentence.index('_') + 1:].strip()}}",
+    ),
 }
-_TEXTS["arc_challenge"] = _TEXTS["arc_easy"]
-
-
-def write_tasks(names: Sequence[str], data_dir: str | Path, folder: Path) -> None:
-    """Task files of the harness (YAML) for the rows in `data_dir`, which are all checked: it reads all of them."""
-    for name in names:
-        read_rows(name, data_dir)
-        task = TASKS[name]
-        config = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(task_file(name, data_dir).resolve())}},
-            "test_split": "test",
-            "output_type": "multiple_choice",
-            **_TEXTS[name],
-            "metric_list": [
-                {
-                    "metric": m,
-                    "aggregation": "perplexity" if m == "perplexity" else "mean",
-                    "higher_is_better": m != "perplexity",
-                }
-                for m in task.measures
-            ],
-            "metadata": {"version": 1.0},
-        }
-        (folder / f"{name}.yaml").write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
 
 
 def offline() -> None:
-    """Nothing is fetched from here on: by processes that we start, and by libraries that are imported already."""
+    """Fetch nothing from here on: neither processes that we start, nor libraries that are imported already."""
     import datasets
     import huggingface_hub
 
@@ -101,8 +63,8 @@ def offline() -> None:
 
 
 @contextlib.contextmanager
-def _sentences() -> Iterator[None]:
-    """What may go wrong with tasks and their data, in a sentence."""
+def _as_user_error() -> Iterator[None]:
+    """Refuse unknown tasks, and data that cannot be fetched or read, in a sentence."""
     import datasets
 
     try:
@@ -185,7 +147,7 @@ class HarnessModel(TemplateLM):
             return spread(pairs, work)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """Whole texts, in windows that share one token, each target counted once."""
+        """Score whole texts, in windows that share one token; each token is a target once."""
         pairs, owner = [], []
         for i, request in enumerate(requests):
             ids = [self.prefix_token_id, *self.tok_encode(request.args[0])]
@@ -198,7 +160,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Texts up to a stop string; requests of equal settings go together, sorted by length."""
+        """Write texts up to a stop string; requests of equal settings go together, sorted by length."""
         groups: dict[str, list[int]] = {}
         ids = [self.tok_encode(r.args[0]) or [self.eot_token_id] for r in requests]
         for i, request in enumerate(requests):
@@ -231,7 +193,7 @@ class HarnessModel(TemplateLM):
 
 
 def _sampling(keys: dict[str, Any]) -> Sampling:
-    """The harness's words for sampling; greedy unless do_sample says otherwise (or a temperature alone is given)."""
+    """Translate the harness's sampling keys; greedy unless do_sample is set (or a temperature alone is given)."""
     temperature = float(keys.get("temperature") or 0.0)
     if not keys.get("do_sample", temperature > 0):
         return Sampling()
@@ -241,16 +203,37 @@ def _sampling(keys: dict[str, Any]) -> Sampling:
 
 @contextlib.contextmanager
 def local_tasks(names: Sequence[str], data_dir: str | Path) -> Iterator[Path]:
-    """A folder of task files for local rows, for as long as the block runs."""
+    """Yield a folder with the harness's task files (YAML) for local rows, all of which are checked before."""
     with tempfile.TemporaryDirectory() as folder:
-        write_tasks(names, data_dir, Path(folder))
+        for name in names:
+            read_rows(name, data_dir)
+            text, choice, target = _TEXTS[name]
+            measures = [
+                {
+                    "metric": measure,
+                    "aggregation": "perplexity" if measure == "perplexity" else "mean",
+                    "higher_is_better": measure != "perplexity",
+                }
+                for measure in TASKS[name].measures
+            ]
+            config = {
+                "task": name,
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": str(task_file(name, data_dir).resolve())}},
+                "test_split": "test",
+                "output_type": "multiple_choice" if choice else "loglikelihood",
+                **{"doc_to_text": text, "doc_to_target": target, **({"doc_to_choice": choice} if choice else {})},
+                "metric_list": measures,
+                "metadata": {"version": 1.0},
+            }
+            (Path(folder) / f"{name}.yaml").write_text(json.dumps(config, indent=1), encoding="utf-8")  # JSON is YAML
         yield Path(folder)
 
 
 def run_harness(
     model: Any, names: Sequence[str], *, data_dir: str | Path | None = None, limit: int | None = None, **keys: Any
 ) -> dict[str, Any]:
-    """Results and samples of the harness: tasks by name, from the hub or from local files."""
+    """Run tasks of the harness by name, from the hub or from local files; return its results and samples."""
     from lm_eval.tasks import TaskManager
 
     with contextlib.ExitStack() as stack:
@@ -263,13 +246,13 @@ def run_harness(
             offline()
             folder = stack.enter_context(local_tasks(names, data_dir))
             manager = TaskManager(include_path=str(folder), include_defaults=False)
-        stack.enter_context(_sentences())
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # it says there what it is doing
+        stack.enter_context(_as_user_error())
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # what it says about its work
         return lm_eval.simple_evaluate(model=model, tasks=list(names), task_manager=manager, limit=limit, **keys) or {}
 
 
 def metrics(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Plain names: acc, acc_norm, perplexity and their standard errors."""
+    """Return the measures by plain names: acc, acc_norm, perplexity and their standard errors."""
     out: dict[str, dict[str, float]] = {}
     for task, measured in results["results"].items():
         plain = {name.removesuffix(",none"): value for name, value in measured.items() if name.endswith(",none")}
@@ -279,24 +262,8 @@ def metrics(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     return out
 
 
-def _take_data_dir(words: list[str]) -> tuple[str | None, list[str]]:
-    """Our own option out of the harness's command line; the rest as it stood.
-
-    >>> _take_data_dir(["--tasks", "piqa", "--data-dir=rows", "--device", "cpu"])
-    ('rows', ['--tasks', 'piqa', '--device', 'cpu'])
-    """
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == "--data-dir":
-            value = value if equals else (words[i + 1 : i + 2] or [""])[0]
-            if not value or (value.startswith("-") and not equals):
-                raise UserError("--data-dir names no folder: say where the files of the tasks are")
-            return value, words[:i] + words[i + (1 if equals else 2) :]
-    return None, words
-
-
 def _prepare(args: argparse.Namespace, data_dir: str | None, stack: contextlib.ExitStack) -> None:
-    """Looks at what the harness was asked before it begins; local tasks, and the device, where none is named."""
+    """Check what the harness was asked for before it begins; set up local tasks, and a device where none is named."""
     import torch
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
@@ -322,20 +289,24 @@ def _prepare(args: argparse.Namespace, data_dir: str | None, stack: contextlib.E
 
 
 def main() -> int:
-    """The harness's own command line; --data-dir is ours."""
+    """Run the harness's own command line; --data-dir is ours."""
     from lm_eval.__main__ import HarnessCLI, setup_logging
 
     setup_logging()
     try:
         with contextlib.ExitStack() as stack:
-            if rank() != 0:  # it has the same results; one of them speaks
+            if rank() != 0:  # all have the same results, and one prints them
                 stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-            data_dir, sys.argv[1:] = _take_data_dir(sys.argv[1:])
+            ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            ours.add_argument("--data-dir", nargs="?", const="")
+            own, sys.argv[1:] = ours.parse_known_args()
+            if own.data_dir == "":
+                raise UserError("--data-dir names no folder: say where the files of the tasks are")
             cli = HarnessCLI()
             args = cli.parse_args()
             if args.command == "run":
-                _prepare(args, data_dir, stack)
-            with _sentences():
+                _prepare(args, own.data_dir, stack)
+            with _as_user_error():
                 cli.execute(args)
     except UserError as error:
         print(f"tokenformer: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The zero-shot numbers that the paper prints, to stand beside ours (percent; perplexities as they are)."""
+"""The zero-shot results of the paper, to print beside ours (in percent; perplexities as they are)."""
 
 COLUMNS = ("lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande")
 
@@ -22,7 +22,7 @@ HEAD = ("model", "Pile ppl", "LAMBADA ppl", "LAMBADA", "HellaSwag", "PIQA", "ARC
 
 
 def beside_paper(name: str, results: dict[str, dict[str, float]], printed: dict[str, str]) -> list[list[str]]:
-    """Rows of a table: ours first, then the paper's; `printed` says which measure of a task the paper prints.
+    """Return rows of a table: ours first, then the paper's; `printed` is the measure that the paper has of each task.
 
     >>> beside_paper("mine", {"piqa": {"acc": 0.5}}, {"piqa": "acc"})[0]
     ['mine', '–', '–', '–', '–', '50.0', '–', '–', '–', '–']

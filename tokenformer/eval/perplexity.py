@@ -1,7 +1,7 @@
-"""Loss, perplexity, bits per token and per byte of texts and prepared sets, with a sliding window.
+"""Measures loss, perplexity, bits per token and per byte of texts and prepared sets, with a sliding window.
 
-Unusual: every token of a text is a target exactly once; the token that ends a document comes before its first token,
-is never a target itself, and has no byte. Where a text itself names it (<|endoftext|>), it is left out.
+Unusual: every token of a text is a target exactly once. The token that ends documents is put before the first token; it
+is never a target and has no bytes. Where a text itself names it (<|endoftext|>), it is left out.
 """
 
 import bisect
@@ -73,7 +73,7 @@ class Perplexity:
 
 
 def windows(targets: int, context: int, stride: int) -> Iterator[Window]:
-    """Windows over a first token and `targets` more: each a target once, with at least context − stride before it.
+    """Yield windows over a first token and `targets` more: each is a target once, and sees context − stride tokens.
 
     >>> list(windows(5, 4, 2))
     [Window(start=0, stop=4, first=0), Window(start=1, stop=5, first=4)]
@@ -88,7 +88,7 @@ def windows(targets: int, context: int, stride: int) -> Iterator[Window]:
 
 
 def window(longest: int, context: int | None, stride: int | None) -> tuple[int, int]:
-    """The window and its stride, given or by default; `longest` is the model's context.
+    """Return the window and its stride, given or by default; `longest` is the model's context.
 
     >>> window(2048, None, None)
     (2048, 1024)
@@ -101,7 +101,7 @@ def window(longest: int, context: int | None, stride: int | None) -> tuple[int, 
 
 @torch.no_grad()
 def window_nats(model: LanguageModel, parts: Sequence[tuple[Tensor, int]], batch: int) -> list[float]:
-    """Σ −log p over the counted targets of each part (ids of a window and one more, how many at its end count)."""
+    """Return Σ −log p over the targets of each part (ids of a window and one more, how many at its end count)."""
     device, out = model.embedding.weight.device, []
     for at in range(0, len(parts), batch):
         some = parts[at : at + batch]
@@ -113,7 +113,7 @@ def window_nats(model: LanguageModel, parts: Sequence[tuple[Tensor, int]], batch
             labels[i, len(ids) - 1 - count : len(ids) - 1] = ids[len(ids) - count :]
         hidden = model.hidden(inputs.to(device))
         weight = model.head_weight.to(hidden.dtype)
-        for row, label in zip(hidden, labels.to(device), strict=True):  # a sum a row: windows are told apart
+        for row, label in zip(hidden, labels.to(device), strict=True):  # a sum per window
             out.append(_nats(row[label >= 0], weight, label[label >= 0]))
     return out
 
@@ -137,7 +137,7 @@ def perplexity(
     batch: int = 8,
     advance: Callable[[float], object] = lambda count: None,
 ) -> Perplexity:
-    """Over documents, each by itself after the token `first`; `stride` defaults to half the window."""
+    """Measure documents, each by itself after the token `first`; `stride` defaults to half the window."""
     context, stride = window(model.config.context, context, stride)
     begun, count, size, read, nats = time.perf_counter(), 0, 0, 0, 0.0
 
@@ -169,8 +169,8 @@ def open_documents(
     part: str | None = None,
     shares: Sequence[float] = (1.0,),
 ) -> Iterator[Document]:
-    """Documents of a prepared set (`part` of it, cut by `shares`), or of text files (one each; rows of .jsonl, .parquet
-    by their `field`). End tokens are left out.
+    """Yield the documents of a prepared set (`part` of it, cut by `shares`), or of text files (one each; rows of .jsonl
+    and .parquet by their `field`). End tokens are left out.
     """
     found = _prepared(path, tokenizer, part, shares) if is_prepared(path) else _texts(path, tokenizer, field)
     return itertools.islice(found, limit)
@@ -186,7 +186,7 @@ def is_prepared(path: str | Path) -> bool:
 
 def _prepared(path: str | Path, tokenizer: Tokenizer, part: str | None, shares: Sequence[float]) -> Iterator[Document]:
     held = Indexed(path, vocab=tokenizer.vocab_size)
-    check_set_tokenizer(held, tokenizer, "the model")
+    check_set_tokenizer(held, tokenizer)
     start, stop = 0, len(held.tokens)
     if part is not None:
         edges, _ = part_edges(held, shares)

@@ -1,6 +1,6 @@
-"""Several GPUs by data parallelism: under torchrun every process takes its share of a list and all get all results.
+"""Data parallelism for evaluation: under torchrun each process takes a share of a list, and all gather the results.
 
-Unusual: everybody then computes the same metrics, so nothing else needs to know that there are several processes.
+Unusual: every process then computes the same metrics, so nothing else needs to know that there are several.
 """
 
 import os
@@ -20,7 +20,7 @@ def world() -> int:
 
 
 def local_device(name: str | None) -> str | None:
-    """The GPU of this process, where several share a machine and none is named."""
+    """Return the GPU of this process, where several share a machine and none is named."""
     import torch
 
     if name in (None, "cuda") and world() > 1 and torch.cuda.is_available():
@@ -29,7 +29,7 @@ def local_device(name: str | None) -> str | None:
 
 
 def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-    """`work` of all items: each process does a run of them, results come back in order.
+    """Return `work` of all items: each process computes a consecutive part, and the results are gathered in order.
 
     >>> spread([1, 2, 3], lambda some: [2 * i for i in some])
     [2, 4, 6]
@@ -48,7 +48,7 @@ def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]
 
 
 def leave() -> None:
-    """Ends the group of processes, if there is one."""
+    """End the process group, if there is one."""
     if world() > 1:
         import torch.distributed as dist
 

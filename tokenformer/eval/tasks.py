@@ -1,10 +1,11 @@
-"""The six zero-shot tasks of the paper on local files, scored without the harness and equal to it.
+"""The six zero-shot tasks of the paper on local files, scored without the harness and with its results.
 
-Legend of a file: JSON lines (also .xz); the fields are those that docs/evaluation.md lists.
+Files are JSON lines (also .xz) with the fields that docs/evaluation.md lists.
 """
 
 import lzma
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def _arc(row: dict[str, Any]) -> Question:
 
 
 def _winogrande(row: dict[str, Any]) -> Question:
-    """The same ending after either option: which beginning makes it likelier."""
+    """Ask after which of two beginnings the same ending is likelier."""
     before, _, after = row["sentence"].partition("_")
     if row["sentence"].count("_") != 1:
         raise ValueError("its sentence needs one _")
@@ -84,7 +85,7 @@ TASKS = {
 
 
 def task_file(name: str, folder: str | Path) -> Path:
-    """Where a task's rows are: .jsonl or .jsonl.xz."""
+    """Return the file of a task's rows: .jsonl or .jsonl.xz."""
     if name not in TASKS:
         raise UserError(f"'{name}' has no local form: with --data-dir tasks are {', '.join(TASKS)}")
     if not Path(folder).is_dir():
@@ -97,7 +98,7 @@ def task_file(name: str, folder: str | Path) -> Path:
 
 
 def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
-    """The rows of a task's file, each looked at: what cannot be asked is refused by its line."""
+    """Read the rows of a task's file; one that cannot be asked is refused by its line."""
     path = task_file(name, folder)
     rows = []
     size = number = 0
@@ -137,9 +138,9 @@ def _check_row(task: Task, row: Any, where: str) -> None:
 
 
 def check_pairs(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], whose: Sequence[str], context: int) -> None:
-    """Refuse what cannot be scored before anything is; `whose` says of each pair which task and row it is of.
+    """Refuse a continuation that the context cannot hold before anything is scored; `whose` names task and row.
 
-    Unusual: so does lm_eval's own model, but by an assertion; a cut continuation would be the answer of nobody.
+    lm_eval's own model asserts the same; a cut continuation would be nobody's answer.
     """
     for (_, after), where in zip(pairs, whose, strict=True):
         if not 0 < len(after) <= context:
@@ -150,7 +151,7 @@ def check_pairs(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], whose: Seq
 
 
 def encode_pair(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
-    """Ids of a context and what follows it: cut apart after both were encoded as one text.
+    """Return the ids of a context and of what follows it, encoded as one text and then cut apart.
 
     >>> from tokenformer.data.text.tokenizer import load_tokenizer
     >>> encode_pair(load_tokenizer("byte"), "a ", "b")
@@ -165,7 +166,7 @@ def encode_pair(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int
 
 
 def measure(task: Task, questions: Sequence[Question], results: Sequence[Sequence[Scored]]) -> dict[str, float]:
-    """The measures of a task, and their standard errors."""
+    """Return the measures of a task, and their standard errors."""
     counts = {name: [] for name in task.measures}
     for question, scored in zip(questions, results, strict=True):
         chances = [s.logprob for s in scored]
@@ -179,26 +180,16 @@ def measure(task: Task, questions: Sequence[Question], results: Sequence[Sequenc
             counts["acc_norm"].append(float(_best(each) == question.gold))
     out: dict[str, float] = {}
     for name, values in counts.items():
-        mean, error = mean_and_error(values)
-        if name == "perplexity":
-            mean, error = math.exp(-mean), perplexity_error(values)
-        out |= {name: mean, f"{name}_stderr": error} if len(values) > 1 else {name: mean}
+        mean = sum(values) / len(values)
+        out[name] = math.exp(-mean) if name == "perplexity" else mean
+        if len(values) > 1:
+            error = statistics.stdev(values) / math.sqrt(len(values))
+            out[f"{name}_stderr"] = perplexity_error(values) if name == "perplexity" else error
     return out | {"rows": len(questions)}
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error.
-
-    >>> mean_and_error([1.0, 3.0])
-    (2.0, 1.0)
-    """
-    mean = sum(values) / len(values)
-    spread_of = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
-    return mean, math.sqrt(spread_of / len(values))
-
-
 def perplexity_error(chances: Sequence[float]) -> float:
-    """The standard error of e to the mean loss as the harness finds it: over 100,000 draws of as many rows.
+    """Return the standard error of e to the mean loss as the harness does: by 100,000 bootstrap samples of the rows.
 
     Unusual: seeded by a list, numpy draws the numbers of Python's generator, which the harness uses with these seeds.
     """
@@ -222,8 +213,8 @@ def run_tasks(
     tokens: int = 16384,
     advance: Callable[[float], object] = lambda count: None,
 ) -> dict[str, dict[str, float]]:
-    """Measures of each task on the files of a folder."""
-    rows = {name: read_rows(name, folder, limit) for name in names}  # all files are looked at before any is scored
+    """Return the measures of each task on the files of a folder."""
+    rows = {name: read_rows(name, folder, limit) for name in names}  # all files are checked before any is scored
     questions = {name: [TASKS[name].ask(row) for row in rows[name]] for name in names}
     encoded = {}
     for name in names:

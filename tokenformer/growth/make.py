@@ -4,6 +4,7 @@ New values depend on (seed, how many growths came before, name) and on no global
 and device of the rows that they join.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
@@ -48,10 +49,7 @@ def _add_noise(plan: Plan, name: str, tensor: Tensor, new_rows: int) -> Tensor:
 def _new_rows(plan: Plan, name: str, recipe: Appended, old: Mapping[str, Tensor]) -> Tensor:
     like, key = [old[name] for name in recipe.like], f"growth {plan.number}/{name}"
     rows = len(like[0]) if recipe.new_rows == ALL else recipe.new_rows
-
-    def first(shape: tuple[int, ...]) -> Tensor:
-        return initial(name, shape, plan.config, plan.seed, {}, key)
-
+    first = functools.partial(initial, name, config=plan.config, seed=plan.seed, ends={}, key=key)
     return fill_rows(like, rows, recipe.fill, plan.seed, key, first)
 
 

@@ -1,7 +1,7 @@
 """Grow a model in memory: plan, make the tensors, build the bigger module around them. And `slice`, the way back."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -96,7 +96,7 @@ def _grown(
     only = dataclasses.replace(growth, new_tokens=None, tau=None) == Growth()
     if tokens is None or not only or not isinstance(rule, str) or not isinstance(tau, str | None):
         raise UserError(
-            f"{type(model).__name__} is a module of your own: give tokens=N or tokens={{LAYER: N}}, and beside it "
+            f"{type(model).__name__} is a module of your own: give tokens=N or tokens={{LAYER: N}}, and with it "
             "new_tokens and tau as one word each; the other sizes belong to our models"
         )
     plans = plan_layers(model, tokens, rule, tau)
@@ -122,24 +122,26 @@ def plan_for(model: LanguageModel, growth: Growth, seed: int = 0) -> Plan:
     return plan_growth(model.config, names, growth, ends=model.ends, seed=seed, number=len(model.history))
 
 
-def apply_plan(model: Model, plan: Plan, *, share: bool = False) -> Model:
-    """Build the grown model. A parameter is frozen where the old one was."""
+def apply_plan(model: Model, plan: Plan, *, share: bool = False, build: Callable | None = None) -> Model:
+    """Build the grown model, by its class or by `build`. A parameter is frozen where the old one was."""
     old = dict(model.named_parameters())
     made: dict[str, Tensor] = {}
     for name, tensor in make_tensors(plan, old):
         same = tensor is old.get(plan.recipes[name].old or "")
         made[name] = tensor.detach().clone() if same and not share else tensor
-    new = with_tensors(model, plan.config, made, plan.event)
+    new = with_tensors(model, plan.config, made, plan.event, build)
     for name, parameter in new.named_parameters():
         kept = plan.recipes[name].old
         parameter.requires_grad_(kept is None or old[kept].requires_grad)
     return new
 
 
-def with_tensors(model: Model, config: ModelConfig, tensors: Mapping[str, Tensor], event: dict) -> Model:
-    """Build a model of this class around other tensors, without a copy: Parameters stay the same objects."""
+def with_tensors(
+    model: Model, config: ModelConfig, tensors: Mapping[str, Tensor], event: dict, build: Callable | None = None
+) -> Model:
+    """Build a model like this one around other tensors, without a copy: Parameters stay the same objects."""
     with torch.device("meta"):
-        new = type(model)(config)
+        new = (build or type(model))(config)
     frozen = [t for t in tensors.values() if isinstance(t, nn.Parameter) and not t.requires_grad]
     new.load_state_dict(tensors, assign=True)
     for parameter in frozen:

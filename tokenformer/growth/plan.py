@@ -55,4 +55,6 @@ def plan_growth(
         event=event | found.event,
         noise=dict.fromkeys(noisy, growth.noise),
         ends=ends or {},
+        seed=seed,
+        number=number,
     )

@@ -75,14 +75,8 @@ class Plan:
     exact: bool  # the rule changes no output beyond rounding
     noise: Mapping[str, float] = field(default_factory=dict)  # parameter → noise on its old rows, by their RMS
     ends: Mapping[str, Role] = field(default_factory=dict)  # roles of the parameters outside the blocks
-
-    @property
-    def seed(self) -> int:
-        return self.event["seed"]
-
-    @property
-    def number(self) -> int:
-        return self.event["number"]
+    seed: int = 0
+    number: int = 0  # of growths that came before
 
     @property
     def kept(self) -> set[str]:

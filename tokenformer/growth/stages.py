@@ -71,7 +71,7 @@ def step_of(stage: GrowthStage, units_per_step: int) -> int:
 
 
 def check_reached(stages: Sequence[GrowthStage], progress: Progress, steps: int, units_per_step: int) -> None:
-    """Refuse a growth that lies behind the last step of the run. Whether a plateau comes is not known before."""
+    """Refuse a growth that comes after the last step of the run. Whether a plateau comes cannot be known before."""
     for number, stage in list(enumerate(stages, 1))[len(progress.steps) :]:
         if "plateau" not in stage.at:
             step = step_of(stage, units_per_step)

@@ -68,7 +68,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, old: Mapping[str, nn.Param
             alike = isinstance(kept, Tensor) and (kept.ndim == 0 or kept.shape == parameter.shape)
             need(
                 alike or isinstance(kept, int | float | None),
-                f"{what} keeps '{key}', which has no rows like its parameter, so it cannot go on with more of them: "
+                f"{what} keeps '{key}', which has no rows like its parameter, so it cannot get more of them: "
                 "grow without optimizer=, and make a new one",
             )
 
@@ -101,5 +101,5 @@ def carry_optimizer(
         if recipe.old in state and (entry := grow_entry(recipe, state[recipe.old])) is not None:
             optimizer.state[new[name]] = entry
     for beta2 in {group["betas"][1] for group in optimizer.param_groups if "betas" in group}:
-        if state and (said := warn_of_beta2(recipes, beta2)):
-            warnings.warn(said, stacklevel=3)
+        if state and (message := warn_of_beta2(recipes, beta2)):
+            warnings.warn(message, stacklevel=3)

@@ -33,10 +33,6 @@ class Certificate:
     rule: dict[str, str]
     gradient: dict[str, Alive]  # such as `ffn keys` → how many learn
 
-    @property
-    def alive(self) -> bool:
-        return all(a.within_two == a.rows for a in self.gradient.values())
-
 
 def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> Certificate:
     """Run both models on ids (B, T) and compare, then see which new tokens get a gradient within two steps."""

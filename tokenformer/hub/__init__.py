@@ -1,4 +1,4 @@
-"""Weights in and out: our folders, official files, Hugging Face. `open.py` is the door that every verb uses."""
+"""Reads and writes weights: our folders, official files, Hugging Face. Every verb opens them through `open.py`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ def load(
     device: "str | torch.device" = "cpu",
     dtype: "torch.dtype | None" = None,
 ) -> "LanguageModel":
-    """A model from our folder, a run or checkpoint, a Hugging Face folder, official weights, or a hub name such as
+    """Load a model from our folder, a run or checkpoint, a Hugging Face folder, official weights, or a hub name such as
     `Haiyang-W/TokenFormer-150M`. `config` is for official weights that have none beside them.
     """
     from tokenformer.hub.open import open_model
@@ -37,7 +37,7 @@ def save(
     tokenizer_json: str | None = None,
     force: bool = False,
 ) -> None:
-    """Write a model as `ours`, `hf` (loads with transformers) or `official`. Nothing is replaced but by `force`."""
+    """Write a model as `ours`, `hf` (loads with transformers) or `official`. Only `force` replaces a folder."""
     if format == "ours":
         from tokenformer.hub.folder import save_folder as write
     elif format == "hf":

@@ -22,15 +22,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 
 def write_tensors(folder: str | Path, tensors: Mapping[str, Any], group: Any = None) -> None:
-    """Every rank of a process group, or one process, writes what it holds: tensors, or parts of them as DCP knows them.
+    """Write what each rank of a process group, or the only process, holds: tensors, or parts of them as DCP knows them.
 
-    Nothing else: DCP would pickle it.
+    Anything else is refused, since DCP would pickle it.
     """
     for name, value in tensors.items():
         if not isinstance(value, Tensor) and not hasattr(value, "__create_chunk_list__"):
             raise TypeError(f"{name} is {type(value).__name__}, not a tensor: it belongs into state.json")
     files, size = {}, 0
-    for name, nbytes in _everyones({name: tensor.nbytes for name, tensor in tensors.items()}, group).items():
+    for name, nbytes in _of_all_ranks({name: tensor.nbytes for name, tensor in tensors.items()}, group).items():
         size += nbytes
         files[name] = 1 + size // FILE_BYTES
     files = {name: 1 + sorted(set(files.values())).index(file) for name, file in files.items()}  # numbered densely
@@ -41,18 +41,18 @@ def write_tensors(folder: str | Path, tensors: Mapping[str, Any], group: Any = N
             {name: t.contiguous() for name, t in tensors.items()},
             storage_writer=writer,
             process_group=group,
-            no_dist=_alone(),
+            no_dist=_single_process(),
         )
 
 
 def stored(folder: str | Path) -> dict[str, TensorStorageMetadata]:
-    """What a folder holds: names, shapes and types."""
+    """Return what a folder holds: names, shapes and types."""
     files = sorted(Path(folder).glob("*.safetensors"))
     for path in files:
-        read_header(path)  # refuses in words what the reader below would fall over
+        read_header(path)  # refuses in a sentence what would make the reader below fail
     if not files:
         return {}
-    with _in_words(folder):
+    with _as_user_error(folder):
         found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
 
@@ -60,13 +60,13 @@ def stored(folder: str | Path) -> dict[str, TensorStorageMetadata]:
 def read_tensors(
     folder: str | Path, into: dict[str, Any] | None = None, names: Iterable[str] | None = None, group: Any = None
 ) -> dict[str, Any]:
-    """All tensors of a folder, whole and on the CPU, or into the given ones (or parts of them).
+    """Read all tensors of a folder, whole and on the CPU, or into the given ones (or parts of them).
 
-    These must be all, or `names` must be: a rank may hold some of them only.
+    The given ones, or else `names` where a rank holds some of them only, must be all that the folder has.
     """
     shapes = stored(folder)
     if into is None:
-        with _in_words(folder):
+        with _as_user_error(folder):
             into = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in shapes.items()}
     wanted = set(into if names is None else names)
     for name in sorted(wanted ^ shapes.keys()):
@@ -77,14 +77,14 @@ def read_tensors(
             raise UserError(f"tensor {name} of {folder} is {list(meta.size)}, not {list(into[name].shape)}")
     if shapes:
         reader = dcp.HuggingFaceStorageReader(str(folder))
-        with _in_words(folder):
-            dcp.load(into, storage_reader=reader, process_group=group, no_dist=_alone())
+        with _as_user_error(folder):
+            dcp.load(into, storage_reader=reader, process_group=group, no_dist=_single_process())
     return into
 
 
 @contextlib.contextmanager
-def _in_words(folder: str | Path) -> Iterator[None]:
-    """What a reader raises at files that are not as we write them has no bound; lost ranks are no fault of files."""
+def _as_user_error(folder: str | Path) -> Iterator[None]:
+    """Refuse files that DCP cannot read in a sentence, whatever it raises; lost ranks are no fault of files."""
     try:
         yield
     except (OSError, torch.distributed.DistError):
@@ -94,14 +94,14 @@ def _in_words(folder: str | Path) -> Iterator[None]:
         raise UserError(f"{folder} holds tensors that cannot be read ({what}): use another checkpoint") from error
 
 
-def _everyones(sizes: dict[str, int], group: Any) -> dict[str, int]:
-    """Of all ranks, some of which hold other tensors: DCP's writer wants to know the file of each."""
-    if _alone():
+def _of_all_ranks(sizes: dict[str, int], group: Any) -> dict[str, int]:
+    """Gather the sizes that every rank holds: DCP's writer must know the file of each tensor."""
+    if _single_process():
         return sizes
     every: list[dict[str, int]] = [{}] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(every, sizes, group=group)
     return {name: n for one in every for name, n in one.items()}
 
 
-def _alone() -> bool:
+def _single_process() -> bool:
     return not (torch.distributed.is_available() and torch.distributed.is_initialized())

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub, through huggingface_hub: cached, and resumed when the connection breaks."""
+"""Downloads models by huggingface_hub: cached, and resumed when the connection breaks."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ WANTED = ["*.json", "*.yml", "*.bin", "*.safetensors", "*.pt", "latest", "*/late
 
 
 def snapshot(name: str, revision: str | None = None) -> Path:
-    """The local copy of a hub repository such as `Haiyang-W/TokenFormer-150M`. What is asked for is said first."""
+    """Announce and return a local copy of a hub repository such as `Haiyang-W/TokenFormer-150M`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -21,7 +21,7 @@ def snapshot(name: str, revision: str | None = None) -> Path:
     )
 
     if os.environ.get("RANK", "0") == "0":
-        print(f"{name}: no path here, so the hub is asked ({revision or 'newest revision'})", file=sys.stderr)
+        print(f"{name}: no local path, so the hub is asked ({revision or 'newest revision'})", file=sys.stderr)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
     except RevisionNotFoundError:

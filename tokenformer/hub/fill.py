@@ -1,4 +1,4 @@
-"""Tensors by name → a model, with everything checked first: names, shapes, finite values. Every reader ends here."""
+"""Makes a model of tensors, whose names, shapes and values are checked first. Every reader of weights uses it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,13 +11,13 @@ from tokenformer.models import LanguageModel, build
 
 
 def empty(config: ModelConfig) -> LanguageModel:
-    """The model without values, on the meta device."""
+    """Return the model without values, on the meta device."""
     with torch.device("meta"):
         return build(config)
 
 
 def fill(config: ModelConfig, tensors: Mapping[str, Tensor], where: str) -> LanguageModel:
-    """A model that holds these tensors themselves (no copy)."""
+    """Return a model that holds these tensors themselves (no copy)."""
     check_shapes(config, getattr(tensors, "shapes", None) or {n: t.shape for n, t in tensors.items()}, where)
     held = {name: check_values(name, tensors[name], where) for name in tensors}
     model = empty(config)
@@ -29,7 +29,7 @@ def check_shapes(config: ModelConfig, shapes: Mapping[str, Sequence[int]], where
     """Refuse tensors that are not those of the config's model, before any of their values is read."""
     with_tokens = config.kind == "tokenformer" and not config.trunks
     segments = max(len(config.segments(which)) for which in PROJECTIONS) if with_tokens else 1
-    if config.layers * segments > len(shapes):  # a number in a config could otherwise make us build for minutes
+    if config.layers * segments > len(shapes):  # a huge number would take minutes to build
         raise UserError(
             f"{where} holds {len(shapes):,} tensors, too few for {config.layers:,} layers: "
             "give the config that belongs to these weights"

@@ -1,8 +1,8 @@
-"""Our folder, weights to hand on: config.yml, model*.safetensors, tokenizer.json, history.json; the manifest last.
+"""Reads and writes our folder: config.yml, model*.safetensors, tokenizer.json, history.json; the manifest last.
 
-Unusual: tensors are read and written one at a time, so that growing and converting a model larger than memory works.
-Every read opens the file anew, so that pages of the last tensor leave memory with it; the writer knows all shapes
-before it has any tensor, which is all that the header of a safetensors file asks for.
+Unusual: tensors are read and written one at a time, so that a model larger than memory can be grown and converted.
+Every read opens the file anew, so that the pages of the last tensor leave memory with it; the writer knows all shapes
+before it has any tensor, which is all that the header of a safetensors file needs.
 """
 
 import json
@@ -21,7 +21,7 @@ from tokenformer.hub.fill import check_shapes, check_values, empty, fill
 from tokenformer.models import LanguageModel
 from tokenformer.parsing import is_file, parse_json, read_text, shown
 
-SHARD = 5 * 10**9  # bytes of a file
+SHARD_BYTES = 5 * 10**9  # the most that one file holds
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -40,17 +40,13 @@ def read_history(folder: Path) -> list[dict]:
 
 def load_folder(folder: Path) -> LanguageModel:
     stored = Stored(folder)
-    model = fill(stored.config, Tensors(weight_files(folder)), str(folder))
+    model = fill(stored.config, Tensors(set(stored.files.values())), str(folder))  # it checks the values
     model.history = stored.history
     return model
 
 
-def weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("model*.safetensors"))
-
-
 def load_checkpoint(folder: Path) -> LanguageModel:
-    """Read the `model` folder of a checkpoint that was found whole: its files hold slices, so DCP reads them."""
+    """Read the `model` folder of a checkpoint whose manifest was checked. Its files hold slices, so DCP reads them."""
     from tokenformer.hub.dcp import read_tensors, stored  # importing DCP takes a while
 
     config = read_config(folder)
@@ -61,10 +57,7 @@ def load_checkpoint(folder: Path) -> LanguageModel:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of safetensors files by name. Headers are read at once, values when they are asked for.
-
-    `prefix` is taken off names that have it.
-    """
+    """The tensors of safetensors files by name, without `prefix`. Headers are read at once, values when asked for."""
 
     def __init__(self, files: Iterable[Path], prefix: str = "") -> None:
         self.stored: dict[str, str] = {}  # our name → the file's
@@ -93,7 +86,7 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def read_header(path: Path) -> dict[str, tuple[list[int], str]]:
-    """Shapes and types of a safetensors file's tensors by name."""
+    """Return the shapes and types of a safetensors file's tensors by name."""
     if not is_file(path):
         raise UserError(f"{path} is {'no plain file' if path.exists() else 'missing'}: get it anew")
     try:
@@ -110,13 +103,13 @@ def read_header(path: Path) -> dict[str, tuple[list[int], str]]:
 
 
 class Stored(Tensors):
-    """A folder of ours that is read one tensor at a time, each checked then."""
+    """Our folder, read one tensor at a time; the values of each are checked when it is read."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         check_manifest(self.folder)
         self.config, self.history = read_config(self.folder), read_history(self.folder)
-        super().__init__(weight_files(self.folder))
+        super().__init__(sorted(self.folder.glob("model*.safetensors")))
         check_shapes(self.config, self.shapes, str(folder))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -124,21 +117,16 @@ class Stored(Tensors):
 
 
 def sidecars(config: ModelConfig, history: list[dict], tokenizer_json: str | None = None) -> dict[str, str]:
-    """What stands beside a model's tensors, in our folders and in checkpoints: text by file name."""
+    """Return the files beside a model's tensors, in our folders and in checkpoints: text by file name."""
     files = {"config.yml": native.to_yaml(ModelFile(config)), "history.json": json.dumps(history, indent=1) + "\n"}
     return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
 
 
 def save_folder(
-    model: LanguageModel,
-    folder: str | Path,
-    tokenizer_json: str | None = None,
-    shard_bytes: int = SHARD,
-    force: bool = False,
+    model: LanguageModel, folder: str | Path, tokenizer_json: str | None = None, force: bool = False
 ) -> None:
-    named = dict(model.named_parameters())
-    types = {name: parameter.dtype for name, parameter in named.items()}
-    write_folder(folder, model.config, model.history, named.items(), types, tokenizer_json, shard_bytes, force)
+    types = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    write_folder(folder, model.config, model.history, model.named_parameters(), types, tokenizer_json, force)
 
 
 def write_folder(
@@ -148,32 +136,25 @@ def write_folder(
     tensors: Iterable[tuple[str, Tensor]],
     dtypes: Mapping[str, torch.dtype],
     tokenizer_json: str | None = None,
-    shard_bytes: int = SHARD,
     force: bool = False,
 ) -> None:
-    """Write a folder from tensors that come one by one, in the order and types of `dtypes`. It is there whole or not
-
-    at all.
-    """
+    """Write a folder from tensors that come one by one, in the order and types of `dtypes`."""
     shapes = {name: p.shape for name, p in empty(config).named_parameters()}
     check_shapes(config, {name: shapes.get(name, ()) for name in dtypes}, "what is to be written")
     with atomic_folder(folder, force) as beside:
         for name, text in sidecars(config, history, tokenizer_json).items():
             (beside / name).write_text(text, encoding="utf-8")
-        write_tensors(beside, tensors, {name: (shapes[name], dtype) for name, dtype in dtypes.items()}, shard_bytes)
+        write_tensors(beside, tensors, {name: (shapes[name], dtype) for name, dtype in dtypes.items()})
 
 
 def write_tensors(
-    folder: Path,
-    tensors: Iterable[tuple[str, Tensor]],
-    kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
-    shard_bytes: int = SHARD,
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, str]:
-    """Write safetensors files of at most so many bytes (one tensor at least); return the file of each tensor."""
+    """Write safetensors files of at most SHARD_BYTES (or one tensor) each; return the file of each tensor."""
     shards: list[dict[str, int]] = [{}]
     for name, (shape, dtype) in kinds.items():
         size = shape.numel() * dtype.itemsize
-        if shards[-1] and sum(shards[-1].values()) + size > shard_bytes:
+        if shards[-1] and sum(shards[-1].values()) + size > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = size
     coming, many, files = iter(tensors), len(shards), {}

@@ -1,7 +1,7 @@
-"""Folders that transformers loads, with our package or without it; written and read here without transformers.
+"""Writes and reads, without transformers, folders that transformers loads with our package or without it.
 
-config.json carries the keys of our own config, tensors stand under `model.`. Where our manifest lies in such a folder,
-what is read must be what it lists; people may edit the README, and transformers may save without a manifest.
+config.json has the keys of our own config, and tensors are called `model.…`. Where our manifest lies in such a folder,
+what is read must be what it lists; people may edit the README, and transformers itself writes no manifest.
 """
 
 import json
@@ -12,7 +12,7 @@ from tokenformer.config import ModelConfig, build, to_dict
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, atomic_folder, check_manifest
 from tokenformer.hub.fill import fill
-from tokenformer.hub.folder import SHARD, Tensors, read_history, write_tensors
+from tokenformer.hub.folder import Tensors, read_history, write_tensors
 from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
 from tokenformer.models import LanguageModel
 from tokenformer.parsing import read_json
@@ -30,7 +30,7 @@ CARD = """\
 ---
 library_name: transformers
 pipeline_tag: text-generation
-license: {licence}
+license: unknown
 tags: [tokenformer]
 ---
 
@@ -67,40 +67,34 @@ With the package `tokenformer` no remote code is needed: `import tokenformer.hub
 
 
 def save_hf(
-    model: LanguageModel,
-    folder: str | Path,
-    *,
-    tokenizer_json: str | None = None,
-    shard_bytes: int = SHARD,
-    licence: str = "unknown",
-    force: bool = False,
+    model: LanguageModel, folder: str | Path, *, tokenizer_json: str | None = None, force: bool = False
 ) -> None:
-    """Everything that `AutoModelForCausalLM` and `AutoTokenizer` need; the folder is there whole or not at all."""
-    ids = {} if tokenizer_json is None else _special_ids(tokenizer_json, model.config)
+    """Write a folder with everything that `AutoModelForCausalLM` and `AutoTokenizer` need."""
+    ids, suppressed = _special_ids(tokenizer_json, model.config)
     types = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
     config = to_dict(model.config) | ids
     config |= {"model_type": "tokenformer", "architectures": ["TokenFormerForCausalLM"], "auto_map": AUTO_MAP}
     config |= {"dtype": types.pop()} if len(types) == 1 else {}
-    config |= {"history": model.history} if model.history else {}  # which transformers hands on, unlike a file
+    config |= {"history": model.history} if model.history else {}  # which transformers copies, unlike files
     with atomic_folder(folder, force) as beside:
         _write_json(beside / "config.json", config)
-        _write_json(beside / "generation_config.json", ids | _padding(tokenizer_json, model.config))
+        _write_json(beside / "generation_config.json", {**ids, **suppressed})
         _write_json(beside / "history.json", model.history)
         (beside / FILE).write_text(modeling_source(), encoding="utf-8")
-        (beside / "README.md").write_text(_card(model, Path(folder).name, tokenizer_json, licence), encoding="utf-8")
+        (beside / "README.md").write_text(_card(model, Path(folder).name, tokenizer_json), encoding="utf-8")
         if tokenizer_json is not None:
             (beside / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
             _write_json(beside / "tokenizer_config.json", _tokenizer_config(model.config, bool(ids)))
         tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
         kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        files = write_tensors(beside, tensors.items(), kinds, shard_bytes)
+        files = write_tensors(beside, tensors.items(), kinds)
         if len(set(files.values())) > 1:
             total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
             _write_json(beside / INDEX, {"metadata": total, "weight_map": files})
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The model of a folder; a key that neither we nor transformers know is refused."""
+    """Read the model's config from a folder; a key that neither we nor transformers know is refused."""
     raw = read_json(Path(folder) / "config.json")
     own = {name: value for name, value in raw.items() if name not in THEIRS and value is not None}
     try:
@@ -110,7 +104,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def load_hf(folder: str | Path) -> LanguageModel:
-    """The native model of a folder that `save_hf` or transformers wrote."""
+    """Load the native model of a folder that `save_hf` or transformers wrote."""
     folder = Path(folder)
     if (folder / MANIFEST).exists():
         check_manifest(folder, edited=True)
@@ -131,31 +125,26 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _special_ids(tokenizer_json: str, config: ModelConfig) -> dict[str, int]:
-    """The ids that generation needs; none when the tokenizer has no token for the end of a text."""
+def _special_ids(tokenizer_json: str | None, config: ModelConfig) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """Return the ids that begin, end and pad texts (none where the tokenizer has no end token), and the rows of the
+    embedding that are no token, which transformers' `generate` must not choose.
+    """
     from tokenizers import Tokenizer
 
+    if tokenizer_json is None:
+        return {}, {}
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(f"the tokenizer is not a tokenizer.json ({error}): give another") from None
-    highest = max(tokenizer.get_vocab().values(), default=0)
-    if highest >= config.vocab:
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if size > config.vocab:
         raise UserError(
-            f"the tokenizer has an id {highest}, but the model knows ids below {config.vocab}: give its own"
+            f"the tokenizer has an id {size - 1}, but the model knows ids below {config.vocab}: give its own"
         )
     end = tokenizer.token_to_id(END)
-    return {} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-
-
-def _padding(tokenizer_json: str | None, config: ModelConfig) -> dict[str, list[int]]:
-    """The rows of the embedding that are no token, which transformers' `generate` must not choose."""
-    if tokenizer_json is None:
-        return {}
-    from tokenizers import Tokenizer
-
-    size = max(Tokenizer.from_str(tokenizer_json).get_vocab().values(), default=-1) + 1
-    return {"suppress_tokens": list(range(size, config.vocab))} if size < config.vocab else {}
+    ids = {} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    return ids, {"suppress_tokens": list(range(size, config.vocab))} if size < config.vocab else {}
 
 
 def _tokenizer_config(config: ModelConfig, has_end: bool) -> dict[str, Any]:
@@ -169,7 +158,7 @@ def _tokenizer_config(config: ModelConfig, has_end: bool) -> dict[str, Any]:
     }
 
 
-def _card(model: LanguageModel, title: str, tokenizer_json: str | None, licence: str) -> str:
+def _card(model: LanguageModel, title: str, tokenizer_json: str | None) -> str:
     c = model.config
     kinds = {"tokenformer": "A TokenFormer language model", "transformer": "A Transformer", "llama": "A Llama"}
     tokens, use = "", "logits = model(torch.tensor([[1, 2, 3]])).logits\n"
@@ -189,7 +178,6 @@ def _card(model: LanguageModel, title: str, tokenizer_json: str | None, licence:
     shape = {name: getattr(c, name) for name in ("layers", "dim", "heads", "context", "vocab")}
     return CARD.format(
         title=title,
-        licence=licence,
         kind=kinds[c.kind],
         parameters=model.cost().parameters,
         tokens=tokens,

@@ -1,9 +1,10 @@
-"""The released weights: `pytorch_model.bin` and ZeRO folders of the official trainer, read safely; `.bin` written back.
+"""Reads released weights (`pytorch_model.bin`, ZeRO folders of the official trainer) safely, and writes `.bin` files.
 
 The one place where a pickle is written, since that is what the official format is.
 """
 
 import dataclasses
+import glob
 import math
 from collections import OrderedDict
 from pathlib import Path
@@ -27,18 +28,22 @@ WEIGHTS = "pytorch_model.bin"
 
 
 def find(path: Path) -> Path | None:
-    """The official weights at a path: a `.bin` file, or the folder of a ZeRO checkpoint; None where there are none."""
+    """Return the official weights at a path, if any: a `.bin` file, or the folder of a ZeRO checkpoint."""
     if path.is_file() and path.suffix in (".bin", ".pt", ".pth"):
         return path
     if (path / WEIGHTS).is_file():
         return path / WEIGHTS
     if zero.is_zero(path):
         return path
-    return next((p.parent for p in sorted(path.rglob("latest")) if zero.is_zero(p.parent)), None)
+    for below in ("*/latest", "*/*/latest"):  # no deeper: the path may be the root of a disk
+        folders = [path / Path(name).parent for name in sorted(glob.glob(below, root_dir=path))]
+        if found := next(filter(zero.is_zero, folders), None):
+            return found
+    return None
 
 
 def read_config(weights: Path) -> ModelConfig:
-    return config_beside(weights, infer(read_tensors(weights), weights))
+    return config_beside(weights, infer_shape(read_tensors(weights), weights))
 
 
 def read_tensors(weights: Path) -> dict[str, Tensor]:
@@ -49,29 +54,27 @@ def read_tensors(weights: Path) -> dict[str, Tensor]:
 
 
 def load_official(weights: Path, config: ModelConfig | None = None) -> LanguageModel:
-    """A model from official weights; without a config, from the one beside them or from the tensors' shapes."""
+    """Load official weights; without a config, by the one beside them or by the tensors' shapes."""
     tensors = read_tensors(weights)
-    config = config or config_beside(weights, infer(tensors, weights))
+    config = config or config_beside(weights, infer_shape(tensors, weights))
     ours = {to_ours(name, config.layers): tensor.clone() for name, tensor in tensors.items()}  # they share storage
     return fill(config, ours, str(weights))
 
 
-def infer(tensors: dict[str, Tensor], where: Path) -> dict:
-    """What the tensors' shapes say about the model."""
+def infer_shape(tensors: dict[str, Tensor], where: Path) -> dict:
+    """Return what the tensors' shapes say about the model."""
     try:
         vocab, dim = tensors["sequential.0.word_embeddings.weight"].shape
-        counts = {w: len(tensors[f"sequential.2.{n}.key_param_tokens"]) for w, n in _FIRST.items()}
+        places = {"qkv": "attention.query", "proj": "attention.proj", "ffn": "mlp"}
+        counts = {w: len(tensors[f"sequential.2.{place}.key_param_tokens"]) for w, place in places.items()}
     except KeyError as missing:
         raise UserError(f"{where} lacks {missing}: it is not an official TokenFormer weight file") from None
     layers = sum(name.endswith(".mlp.key_param_tokens") for name in tensors)
     return {"layers": layers, "dim": dim, "vocab": vocab, **{f"{w}_tokens": n for w, n in counts.items()}}
 
 
-_FIRST = {"qkv": "attention.query", "proj": "attention.proj", "ffn": "mlp"}
-
-
 def config_beside(weights: Path, shape: dict) -> ModelConfig:
-    """The config in the weights' folder; where it has none, the shape and what all released models share."""
+    """Return the config in the weights' folder; where it has none, that of the released model of this shape."""
     folder = weights if weights.is_dir() else weights.parent
     for path in sorted(
         [*folder.glob("*.yml"), *folder.glob("config.json"), *folder.glob("global_step*/configs/*.yml")]
@@ -87,7 +90,7 @@ def config_beside(weights: Path, shape: dict) -> ModelConfig:
 
 
 def refusal(config: ModelConfig) -> str | None:
-    """Why the official format cannot hold a model, if it cannot."""
+    """Return why the official format cannot hold a model, or None if it can."""
     if config.kind != "tokenformer":
         return f"the model is a {config.kind}"
     if not config.tied:
@@ -109,7 +112,7 @@ def refusal(config: ModelConfig) -> str | None:
 def save_official(
     model: LanguageModel, folder: str | Path, tokenizer_json: str | None = None, force: bool = False
 ) -> None:
-    """`pytorch_model.bin` and a `config.yml` in the official dialect; refused where that cannot hold the model."""
+    """Write `pytorch_model.bin` and an official `config.yml`; refuse a model that this format cannot hold."""
     import yaml
 
     reason = refusal(model.config)

@@ -1,4 +1,4 @@
-"""Official YAML (a GPT-NeoX dialect) → our keys. Files are taken as they are; what would change the model is refused.
+"""Translates official YAML (a GPT-NeoX dialect) to our keys, and refuses what would make it another model.
 
 Unusual: `-` and `_` mean the same there, several files merge, and a key that nobody knows is refused by its name.
 """
@@ -86,7 +86,7 @@ SECTIONS = {field.name for field in dataclasses.fields(native.Config)}
 
 
 def is_official(raw: dict) -> bool:
-    """A mapping in the official dialect: its keys stand flat, without our sections (`seed` is in both)."""
+    """Tell whether a mapping is official: its keys are flat, without our sections (`seed` is in both)."""
     return "model" not in raw and any(_plain(name) in KNOWN and name not in SECTIONS for name in raw)
 
 
@@ -94,8 +94,12 @@ def _plain(name: object) -> str:
     return str(name).replace("-", "_")
 
 
+def _read_plain(name: str | Path) -> dict:
+    return {_plain(key): value for key, value in native.read(name).items()}
+
+
 def translate(raw: dict, where: str) -> tuple[dict, str]:
-    """Our raw mapping, and one line that says what was ignored."""
+    """Return our raw mapping, and a line about what was ignored."""
     raw = {_plain(name): value for name, value in raw.items()}
     if not any(name in raw for name in REQUIRED):
         what = "generation settings" if GENERATION & set(raw) else "settings"
@@ -127,7 +131,7 @@ def _refuse_unknown(raw: dict, where: str) -> None:
 
 
 def _check_attention(raw: dict, where: str) -> None:
-    """`[[["tokenformer"], 12]]` or `["tokenformer", …]`: every layer must be one."""
+    """Refuse layers that are no TokenFormer: `[[["tokenformer"], 12]]` or `["tokenformer", …]` is expected."""
     names, stack = set(), [raw.get("attention_config", ["tokenformer"])]
     while stack:
         item = stack.pop()
@@ -142,9 +146,9 @@ def _check_attention(raw: dict, where: str) -> None:
 
 
 def translate_all(raws: dict, training: bool) -> tuple[dict, list[str]]:
-    """Our raw mapping from files of either dialect, later ones laid over earlier ones, and lines worth saying.
+    """Return our raw mapping from files, ours or official, later ones laid over earlier ones, and notes for the user.
 
-    With `training`, what official files say about it is translated too, or refused.
+    With `training`, what official files say about training is translated too, or refused.
     """
     ours: dict = {}
     official: dict = {}
@@ -164,15 +168,13 @@ def translate_all(raws: dict, training: bool) -> tuple[dict, list[str]]:
 
 
 def launch_of(*names: str | Path) -> tuple[int | None, int | None]:
-    """Nodes and GPUs of each that official files ask for (`num_nodes`, `num_gpus`)."""
-    raw: dict = {}
-    for name in names:
-        raw.update({_plain(key): value for key, value in native.read(name).items()})
+    """Return the nodes, and the GPUs per node, that official files ask for (`num_nodes`, `num_gpus`)."""
+    raw = {key: value for name in names for key, value in _read_plain(name).items()}
     return raw.get("num_nodes"), raw.get("num_gpus")
 
 
 class Generation(NamedTuple):
-    """What official files say about generating: its settings, where weights and tokenizer stand, and whose model."""
+    """What official files say about generation: its settings, the paths of weights and tokenizer, whether a model."""
 
     settings: dict
     weights: str | None
@@ -181,10 +183,10 @@ class Generation(NamedTuple):
 
 
 def read_generation(*names: str | Path) -> Generation:
-    """From files in the official dialect, later ones laid over earlier ones; `eval_ckpt` goes before `load`."""
+    """Read official files, later ones laid over earlier ones; `eval_ckpt` is preferred to `load`."""
     raw: dict = {}
     for name in names:
-        read = {_plain(key): value for key, value in native.read(name).items()}
+        read = _read_plain(name)
         if not SECTIONS & read.keys() - KNOWN:  # not a config of ours
             _refuse_unknown(read, Path(name).name)
         raw.update(read)
@@ -198,7 +200,7 @@ def read_generation(*names: str | Path) -> Generation:
 
 
 def to_official(config: native.ModelConfig) -> dict:
-    """The official keys of a model that the official format can hold."""
+    """Return the official keys of a model that the official format can hold."""
     keys = {name: getattr(config, ours) for name, ours in MODEL.items()}
     fixed = {name: FIXED[name] for name in tuple(FIXED)[:5]}
     return {**keys, "max_position_embeddings": config.context, "hidden_dropout": 0, "attention_dropout": 0,

@@ -1,4 +1,4 @@
-"""Names of tensors: official ↔ ours. Ours have a segment number, official files one segment and a pipeline index."""
+"""Translates names of tensors, official ↔ ours. Ours have a segment number, official ones a pipeline index."""
 
 import re
 

@@ -1,16 +1,18 @@
-"""How the official YAML says to train → our keys: batch, optimizer, schedule, precision, ZeRO, data, saving.
+"""Translates what official YAML says about training to our keys: batch, optimizer, schedule, precision, ZeRO, data.
 
 Unusual: `gradient_clipping` is silently off in the official trainer and works here; what cannot be followed is refused.
 """
 
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
 from tokenformer.errors import UserError
+from tokenformer.parsing import shown
 
-# official key → the place of ours that takes its value as it is
+# official key → the key of ours that takes its value as it is
 PLAIN = {
     "train_iters": "steps",
     "train_micro_batch_size_per_gpu": "micro_batch",
@@ -36,9 +38,15 @@ PLAIN = {
 ALONE = {"pipe_parallel_size": (0, 1), "model_parallel_size": (0, 1), "train_data_paths": (None,),
          "checkpoint_scale": ("linear",), "lr_decay_fraction": (None,)}  # fmt: skip
 
+# what is computed with here must be of its kind; the rest is checked where our config is built
+KINDS = {"a section": (dict, ["optimizer", "optimizer.params", "zero_optimization", "fp16", "bf16"]),
+         "text": (str, ["save", "load", "precision", "lr_decay_style"]),
+         "a number": (int | float, ["min_lr", "gradient_clipping", "optimizer.params.lr", "fp16.loss_scale",
+                                    "fp16.initial_scale_power", "fp16.min_loss_scale"])}  # fmt: skip
+
 
 def recipe(raw: dict, where: str) -> tuple[dict, list[str]]:
-    """Our sections from official keys (with `_`), and lines worth saying."""
+    """Return our sections from official keys (with `_`), and notes for the user."""
     flat: dict[str, Any] = {"accumulation": 1, "data.order": "official", "optimizer.kind": "adamw"}
     flat |= {ours: raw[name] for name, ours in PLAIN.items() if raw.get(name) is not None}
     notes: list[str] = []
@@ -47,6 +55,7 @@ def recipe(raw: dict, where: str) -> tuple[dict, list[str]]:
         if not holds:
             raise UserError(f"{where}: {what}: write a config of ours for it")
 
+    _check_kinds(raw, refuse)
     for name, values in ALONE.items():
         refuse(raw.get(name, values[0]) in values, f"{name} is {raw.get(name)!r}, which is not followed here")
     if "train_batch_size" in raw:
@@ -59,7 +68,9 @@ def recipe(raw: dict, where: str) -> tuple[dict, list[str]]:
     flat |= {"parallel.shard": -1 if stage else 1, "parallel.reshard_after_forward": stage == 3}
     flat["train.activation_checkpointing"] = "full" if raw.get("checkpoint_activations") else "none"
     if "split" in raw:
-        flat["data.split"] = [float(share) for share in str(raw["split"]).split(",")]
+        shares = str(raw["split"]).split(",")
+        refuse(all(re.fullmatch(r"\s*\d+\.?\d*\s*", share) for share in shares), f"split is {shown(raw['split'])}")
+        flat["data.split"] = [float(share) for share in shares]
     if raw.get("save"):
         flat["out"] = str(_run_of(raw["save"]))
     if raw.get("load") and _run_of(raw["load"]) != _run_of(raw.get("save") or ""):
@@ -80,11 +91,21 @@ def recipe(raw: dict, where: str) -> tuple[dict, list[str]]:
     return _nested(flat), [f"{where}: {note}" for note in notes]
 
 
+def _check_kinds(raw: dict, refuse: Callable[[bool, str], None]) -> None:
+    for words, (kind, names) in KINDS.items():
+        for name in names:
+            value: Any = raw
+            for part in name.split("."):
+                value = (value or {}).get(part)
+            refuse(value is None or isinstance(value, kind), f"{name} is {shown(value)}, not {words}")
+
+
 def _optimizer(raw: dict, flat: dict, refuse: Callable[[bool, str], None]) -> float:
     optimizer = raw.get("optimizer") or {}
     kind, params = str(optimizer.get("type", "Adam")), optimizer.get("params") or {}
     refuse(kind.lower() in ("adam", "adamw"), f"optimizer.type is {kind!r}, not Adam")
-    rate = float(params.get("lr", 0.001))
+    rate = float(0.001 if params.get("lr") is None else params["lr"])
+    refuse(rate > 0, f"optimizer.params.lr is {rate}, not above 0")
     flat |= {"optimizer.rate": rate}
     flat |= {f"optimizer.{name}": params[name] for name in ("betas", "eps") if name in params}
     return rate
@@ -105,14 +126,16 @@ def _precision(raw: dict, flat: dict, refuse: Callable[[bool, str], None]) -> No
     precision = flat["train.precision"] = named or ("fp16" if is_half else "bf16" if brain.get("enabled") else "fp32")
     if precision == "fp16":
         fixed = float(half.get("loss_scale") or 0)  # 0: dynamic
-        scale = fixed or 2.0 ** half.get("initial_scale_power", 32)
+        power = half.get("initial_scale_power", 32)
+        refuse(power is not None and abs(power) <= 64, f"fp16.initial_scale_power is {shown(power)}, not up to 64")
+        scale = fixed or 2.0**power
         flat |= {"train.loss_scale": scale, "train.loss_scale_min": fixed or float(half.get("min_loss_scale", 1))}
         flat["train.loss_scale_window"] = 10**12 if fixed else half.get("loss_scale_window", 1000)
         flat["train.loss_scale_hysteresis"] = half.get("hysteresis", 2)
 
 
 def _run_of(path: str) -> PurePosixPath:
-    """The official `save` names the checkpoints; our run folder holds them.
+    """Return the run folder of the folder of checkpoints that the official `save` names.
 
     >>> str(_run_of("./work_dirs/150M/checkpoints"))
     'work_dirs/150M'

@@ -1,4 +1,4 @@
-"""The one door to weights and configs: what a user names → model, tokenizer, config, and where they came from.
+"""Opens weights and configs for every verb: what a user names → model, tokenizer, config, and where they came from.
 
 Unusual: nothing of a model is read before it is asked for. The tokenizer that belongs to weights is the one named, else
 the one beside them, else the official config's vocab-file, else the one whose padded size is the model's vocabulary.
@@ -9,8 +9,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +24,7 @@ from tokenformer.data.text.tokenizer import (
     same_tokenizer,
 )
 from tokenformer.errors import UserError
-from tokenformer.files import WEIGHTS, check_manifest
+from tokenformer.files import MANIFEST, WEIGHTS, check_manifest
 from tokenformer.hub import official_config
 from tokenformer.parsing import is_file, is_folder, read_json, read_text
 
@@ -40,15 +40,15 @@ HUB_NAME = re.compile(r"(\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@([\w./-]+))?")  #
 
 
 class HubName(NamedTuple):
-    """A model of the Hugging Face hub; nothing was asked for yet."""
+    """A model of the Hugging Face hub; nothing was downloaded yet."""
 
     name: str
     revision: str | None
 
 
-def look(name: str | Path) -> Path | HubName:
-    """What a name means, the same in every verb: a file or folder that exists; a preset; a path that is missing, where
-    it looks like one; `hub:NAME[@REVISION]` or exactly `owner/model[@REVISION]`.
+def find_source(name: str | Path) -> Path | HubName:
+    """Return what a name means, the same in every verb: a file or folder that exists; a preset; a path that is missing,
+    where it looks like one; `hub:NAME[@REVISION]` or exactly `owner/model[@REVISION]`.
     """
     text, path = str(name), Path(name)
     if is_file(path) or is_folder(path):
@@ -64,14 +64,11 @@ def look(name: str | Path) -> Path | HubName:
     if slash and first in {preset.split("/")[0] for preset in native.presets()}:
         native.find(text)  # says which presets there are
     if match is None or text[0] in "./~" or text.count("/") > 1 or is_folder(first):
-        close = difflib.get_close_matches(path.name, [p.name for p in _beside(path)], n=1)
+        beside = sorted(os.listdir(path.parent))[:1000] if is_folder(path.parent) else []
+        close = difflib.get_close_matches(path.name, beside, n=1)
         hint = f"did you mean {path.with_name(close[0])}?" if close else "check it, or give owner/model of the hub"
         raise UserError(f"there is nothing at {text[:200]}: {hint}")
     return HubName(match[1], match[2])
-
-
-def _beside(path: Path) -> list[Path]:
-    return sorted(path.parent.iterdir())[:1000] if is_folder(path.parent) else []
 
 
 class Located(NamedTuple):
@@ -80,96 +77,97 @@ class Located(NamedTuple):
     kind: str
     path: Path
 
-    @property
-    def folder(self) -> Path:
-        return self.path if self.path.is_dir() else self.path.parent
 
+def locate(source: str | Path, values: bool = True) -> Located:
+    """Find the weights at a path or behind a hub name. Of a run they are those of its newest whole checkpoint.
 
-def locate(source: str | Path) -> Located:
-    """Find the weights at a path or behind a hub name. A run stands for its newest whole checkpoint."""
+    Without `values` the weights of a checkpoint are compared with its manifest by their size alone, which is quick.
+    """
     from tokenformer.hub import official
     from tokenformer.hub.run_folder import newest_whole
 
-    path = look(source)
+    path = find_source(source)
     if isinstance(path, HubName):
         from tokenformer.hub.download import snapshot
 
         path = snapshot(*path)
-    if str(source) in native.presets() and not Path(source).exists():
-        raise UserError(f"{source} is a preset, a config without weights: give weights, or train it first")
-    if (path / "config.yml").is_file() and any(path.glob("model*.safetensors")):
+    if is_file(path) and path.suffix == ".yml":
+        raise UserError(f"{source} is a config without weights: give weights, or train it first")
+    if is_file(path / "config.yml") and any(path.glob("model*.safetensors")):
         return Located("ours", path)
-    newest = newest_whole(path)
+    newest = newest_whole(path, values)
     path = newest or path
-    if (path / "state.json").is_file() and (path / "model" / "config.yml").is_file():
+    if is_file(path / "state.json") and is_file(path / "model" / "config.yml"):
         if newest is None:
-            check_manifest(path)
+            check_manifest(path, values)
         return Located("checkpoint", path / "model")
     about = path / "config.json"
     if is_file(about) and read_json(about).get("model_type") == "tokenformer":
         return Located("hf", path)
     weights = official.find(path)
     if weights is None:
-        raise UserError(
-            f"{source} holds no weights that we know: expected a folder of ours, of Hugging Face or official"
-        )
+        known = "expected a folder of ours, of Hugging Face or official"
+        raise UserError(f"{source} holds no weights that we know: {known}")
+    folder = weights if is_folder(weights) else weights.parent
+    if is_file(folder / MANIFEST):
+        check_manifest(folder, edited=True)
     return Located("official", weights)
 
 
+@dataclasses.dataclass
 class Opened:
-    """Weights and what belongs to them. `config`, `tokenizer` and `model` are read when they are first asked for."""
+    """Weights and what belongs to them. `config`, `tokenizer` and `model` are read when they are first asked for.
 
-    def __init__(
-        self,
-        source: str | Path,
-        located: Located,
-        *,
-        config: "ModelConfig | None" = None,
-        tokenizer: Tokenizer | None = None,
-        vocab_file: str | None = None,
-        device: "torch.device | str" = "cpu",
-        dtype: "torch.dtype | None" = None,
-    ) -> None:
-        self.source, self.kind, self.path = source, located.kind, located.path
-        self._located, self._given, self._named, self._vocab_file = located, config, tokenizer, vocab_file
-        self._device, self._dtype = device, dtype
+    `given` is the config, and `vocab_file` the tokenizer, of official weights; `named` is the tokenizer that was asked
+    for. The model is moved to `device` and `dtype`.
+    """
+
+    source: str | Path
+    located: Located
+    given: "ModelConfig | None" = None
+    named: Tokenizer | None = None
+    vocab_file: str | None = None
+    device: "torch.device | str" = "cpu"
+    dtype: "torch.dtype | None" = None
+
+    @property
+    def _readers(self) -> tuple[Callable[[Path], "ModelConfig"], Callable[[Path], "LanguageModel"]]:
+        """The functions that read the config and the model of weights of this kind."""
+        if self.located.kind == "hf":
+            from tokenformer.hub import hf_folder
+
+            return hf_folder.read_config, hf_folder.load_hf
+        if self.located.kind == "official":
+            from tokenformer.hub import official
+
+            return official.read_config, partial(official.load_official, config=self.given)
+        from tokenformer.hub import folder
+
+        return folder.read_config, folder.load_folder if self.located.kind == "ours" else folder.load_checkpoint
 
     @cached_property
     def config(self) -> "ModelConfig":
-        if self.kind in ("ours", "checkpoint"):
-            from tokenformer.hub.folder import read_config as read
-        elif self.kind == "hf":
-            from tokenformer.hub.hf_folder import read_config as read
-        else:
-            from tokenformer.hub.official import read_config as read
-        return self._given or read(self.path)
+        return self.given or self._readers[0](self.located.path)
 
     @cached_property
     def model(self) -> "LanguageModel":
-        if self.kind == "official":
-            from tokenformer.hub.official import load_official
-
-            model = load_official(self.path, self._given)
-        else:
-            from tokenformer.hub.folder import load_checkpoint, load_folder
-            from tokenformer.hub.hf_folder import load_hf
-
-            model = {"ours": load_folder, "checkpoint": load_checkpoint, "hf": load_hf}[self.kind](self.path)
-        return model.to(device=self._device, dtype=self._dtype)
+        return self._readers[1](self.located.path).to(device=self.device, dtype=self.dtype)
 
     def tensors(self, stream: bool) -> tuple[Mapping[str, "Tensor"], Mapping[str, "torch.dtype"], list[dict]]:
-        """Tensors by name, their types, the growth history. `stream`: of our folder one tensor is held at a time."""
-        if stream and self.kind == "ours":
+        """Return tensors by name, their types and the growth history. With `stream` one tensor of our folder is in
+        memory at a time.
+        """
+        if stream and self.located.kind == "ours":
             from tokenformer.hub.folder import Stored
 
-            stored = Stored(self.path)
+            stored = Stored(self.located.path)
             return stored, stored.dtypes, stored.history
         named = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return named, {name: tensor.dtype for name, tensor in named.items()}, self.model.history
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        found = self._named or self._tokenizer()
+        found = self.named or self._own_tokenizer()
         if found.vocab_size > self.config.vocab:
             raise UserError(
                 f"tokenizer {found.name} has {found.vocab_size:,} ids but the model {self.source} knows "
@@ -177,45 +175,49 @@ class Opened:
             )
         return found
 
-    def _tokenizer(self) -> Tokenizer:
-        beside = self._located.folder / "tokenizer.json"
-        if beside.is_file():
-            return FileTokenizer(read_text(beside), f"of {self.source}")
-        if self._vocab_file is not None and Path(self._vocab_file).is_file():
-            return load_tokenizer(self._vocab_file)
+    def _own_tokenizer(self) -> Tokenizer:
+        if self._beside is not None:
+            return FileTokenizer(self._beside, f"of {self.source}")
+        if self.vocab_file is not None and is_file(self.vocab_file):
+            return load_tokenizer(self.vocab_file)
         for name, size in ((BUNDLED, 50277), ("byte", 257)):
             if padded_vocab(size) == self.config.vocab:
                 return load_tokenizer(name)
         raise UserError(f"{self.source} has no tokenizer beside it: name one with --tokenizer")
 
+    @cached_property
+    def folder(self) -> Path:
+        return self.located.path if self.located.path.is_dir() else self.located.path.parent
+
+    @cached_property
+    def _beside(self) -> str | None:
+        """The text of the tokenizer.json beside the weights, if there is one."""
+        path = self.folder / "tokenizer.json"
+        return read_text(path) if is_file(path) else None
+
     def check_tokenizer(self, data: str | None) -> None:
-        """Refuse data whose tokenizer (its JSON) is not the one that stands beside these weights."""
-        beside = self._located.folder / "tokenizer.json"
-        if data is None or not is_file(beside):
+        """Refuse data whose tokenizer (its JSON) is not the one beside these weights."""
+        if data is None or self._beside is None:
             return
-        theirs, own = FileTokenizer(data, "of the data", 0), FileTokenizer(read_text(beside), f"of {self.source}", 0)
-        if not same_tokenizer(theirs, own):
+        if not same_tokenizer(FileTokenizer(data, "of the data", 0), FileTokenizer(self._beside, "of the model", 0)):
             raise UserError(
                 f"the data was prepared with another tokenizer than that of {self.source}: prepare it with "
-                f"--tokenizer {self._located.folder}, or begin from scratch (start=null)"
+                f"--tokenizer {self.folder}, or begin from scratch (start=null)"
             )
 
     @property
     def tokenizer_json(self) -> str | None:
         """What goes beside these weights where they are written: never a guess, but released models have one."""
-        beside = self._located.folder / "tokenizer.json"
-        if self._named is not None:
-            return self._named.to_json()
-        if beside.is_file():
-            return read_text(beside)
-        released = self.kind == "official" and self.config.vocab == padded_vocab(50277)
-        return load_tokenizer(BUNDLED).to_json() if released else None
+        if self.named is not None:
+            return self.named.to_json()
+        released = self.located.kind == "official" and self.config.vocab == padded_vocab(50277)
+        return load_tokenizer(BUNDLED).to_json() if self._beside is None and released else self._beside
 
     @property
     def run(self) -> Path | None:
         """The run folder that the weights are a checkpoint of, if they are one."""
-        run = self.path.parent.parent.parent  # RUN/checkpoints/STEP/model
-        return run if self.kind == "checkpoint" and (run / "config.yml").is_file() else None
+        run = self.located.path.parent.parent.parent  # RUN/checkpoints/STEP/model
+        return run if self.located.kind == "checkpoint" and is_file(run / "config.yml") else None
 
 
 def open_model(
@@ -231,17 +233,20 @@ def open_model(
     `Haiyang-W/TokenFormer-150M`. `configs` (files) or `config` describe official weights that have none beside them.
     `device` None: a GPU where there is one; `dtype` None: as stored, on a GPU bfloat16.
     """
+    import torch
+
     official = official_config.read_generation(*configs)
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UserError(f"dtype is '{dtype}', but must be one of {', '.join(DTYPES)}")
     place = pick_device(device)
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    kind = torch.bfloat16 if kind is None and place.type == "cuda" else kind
     named = load_tokenizer(tokenizer) if tokenizer else None
     located = locate(source)
     if config is None and official.has_model:
         config = read_config(*configs).model
     given = config if located.kind == "official" else None
-    more = {"vocab_file": official.vocab_file, "device": place, "dtype": _dtype(dtype, place)}
-    opened = Opened(source, located, config=given, tokenizer=named, **more)
+    opened = Opened(source, located, given, named, official.vocab_file, place, kind)
     if given is None and config is not None:
         own = opened.config.resolved()
         if dataclasses.replace(config, vocab=own.vocab).resolved() != own:
@@ -249,8 +254,10 @@ def open_model(
     return opened
 
 
-def name_model(words: Sequence[str]) -> tuple[str, list[str], official_config.Generation]:
-    """Sort words of a command line: weights (or those that official files name), config files, what these say."""
+def split_words(words: Sequence[str]) -> tuple[str, list[str], official_config.Generation]:
+    """Sort the words of a command line into weights (or those that official files name) and config files. Return these,
+    and what the config files say about generation.
+    """
     configs = [word for word in words if Path(word).suffix in (".yml", ".yaml")]
     weights = [word for word in words if word not in configs]
     official = official_config.read_generation(*configs)
@@ -263,7 +270,7 @@ def name_model(words: Sequence[str]) -> tuple[str, list[str], official_config.Ge
 
 
 def pick_device(name: "torch.device | str | None", setting: str = "--device ") -> "torch.device":
-    """The device of a name; auto or None is a GPU where there is one. `setting` is what a message tells to change."""
+    """Return the device of a name; auto or None is a GPU where there is one. Messages name the `setting` to change."""
     import torch
 
     if name in (None, "auto"):
@@ -277,17 +284,9 @@ def pick_device(name: "torch.device | str | None", setting: str = "--device ") -
     return device
 
 
-def _dtype(name: "torch.dtype | str | None", device: "torch.device") -> "torch.dtype | None":
-    import torch
-
-    if name is None:
-        return torch.bfloat16 if device.type == "cuda" else None
-    return getattr(torch, name) if isinstance(name, str) else name
-
-
 def means_weights(name: str | Path) -> bool:
-    """Whether a name means weights: a folder or run that has some, a weight file, or a model of the hub."""
-    found = look(name)
+    """Tell whether a name means weights: a folder or run that has some, a weight file, or a model of the hub."""
+    found = find_source(name)
     if isinstance(found, HubName) or not is_folder(found):
         return isinstance(found, HubName) or found.suffix in WEIGHTS
     held = ("model*.safetensors", "checkpoints/step-*", "pytorch_model.bin", "latest")
@@ -295,11 +294,11 @@ def means_weights(name: str | Path) -> bool:
 
 
 def read_config(*names: str | Path, overrides: Sequence[str] = (), training: bool = False) -> "Config":
-    """A config from files or presets, ours or in the official dialect, later ones laid over earlier ones, then `a.b=c`.
+    """Make a config from files or presets, ours or official, later ones laid over earlier ones, then `a.b=c`.
 
-    A name that means weights gives its model and `start`, which begins with them; of a run all its other settings but
+    A name that means weights gives their model and sets `start` to them; a run also gives its other settings, without
     the growth that it has behind it. With `start` among the overrides (null: from scratch) it gives what its config
-    file says. With `training`, what official files say about it is translated too, or refused.
+    file says. With `training`, what official files say about training is translated too, or refused.
 
     >>> read_config("lm/150m", overrides=["model.layers=2"]).model.layers
     2
@@ -318,8 +317,8 @@ def read_config(*names: str | Path, overrides: Sequence[str] = (), training: boo
 
 
 def _raw(name: str | Path, scratch: bool) -> dict:
-    found = look(name)
-    if not means_weights(name) or (scratch and not isinstance(found, HubName) and is_file(found / "config.yml")):
+    """Return the raw mapping of a config file or preset, or of weights; from `scratch` these do not set `start`."""
+    if not means_weights(name) or (scratch and is_file(Path(name) / "config.yml")):
         return native.read(name)
     opened = open_model(name)
     settings = native.read(opened.run) if opened.run else {}

@@ -1,6 +1,6 @@
-"""One file `modeling_tokenformer.py` from ours, for people who have torch and transformers but not this package.
+"""Writes `modeling_tokenformer.py` from our files, for people who have torch and transformers but not this package.
 
-It is the closure of the two transformers classes over our top-level definitions, in order of import: the same lines,
+It holds the two transformers classes and every definition of ours that they need, in order of import: the same lines,
 so the same numbers. Our files are read as text; nothing is imported to write it.
 """
 
@@ -40,7 +40,7 @@ class _Source:
         self.ours: dict[str, str] = {}  # name → our module
         self.others: dict[str, str] = {}  # name → line that imports it
         for node in self.tree.body:
-            for inner in node.body if isinstance(node, ast.Try) else [node]:  # try: what may be missing with us
+            for inner in node.body if isinstance(node, ast.Try) else [node]:  # try: packages that may be missing
                 self._add(inner)
 
     def _add(self, node: ast.stmt) -> None:
@@ -57,14 +57,14 @@ class _Source:
                 self.definitions[ast.unparse(target)] = node
 
     def cut(self, node: Definition) -> str:
-        """The lines of a definition, with its decorators and the comments above it."""
+        """Return the lines of a definition, with its decorators and the comments above it."""
         lines, start = self.text.split("\n"), min(n.lineno for n in [node, *getattr(node, "decorator_list", [])]) - 1
         while lines[start - 1].startswith("#"):
             start -= 1
         return "\n".join(lines[start : node.end_lineno]).rstrip()
 
     def used(self, node: Definition) -> set[str]:
-        """Names of the top level that a definition reads; a local of the same name is none."""
+        """Return the top-level names that a definition uses; a local variable of the same name is none."""
         outside: list[ast.AST] = [node]  # bases, decorators, annotations and defaults belong to the top level
         if isinstance(node, ast.ClassDef):
             outside = [*node.bases, *node.keywords, *node.decorator_list]
@@ -82,7 +82,7 @@ def _free(table: symtable.SymbolTable) -> set[str]:
 
 @functools.cache
 def modeling_source() -> str:
-    """The text of `modeling_tokenformer.py`."""
+    """Return the text of `modeling_tokenformer.py`."""
     sources: dict[str, _Source] = {}  # in order of import
     kept: dict[str, str] = {}  # name → the module that defines it, or the line that imports it
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tokenformer.errors import UserError
 from tokenformer.files import check_manifest
+from tokenformer.parsing import is_file, shown
 
 
 class Found(NamedTuple):
@@ -34,9 +35,9 @@ def find_newest(run: Path, values: bool = True) -> Found:
     """
     steps, damaged, notes = all_steps(run), [], []
     last = run / "checkpoints" / "last"
-    named = last.read_text(encoding="utf-8", errors="replace").strip()[:40] if last.is_file() else None
+    named = _first_bytes(last).decode(errors="replace").strip() if is_file(last) else None
     if named is not None and named not in {path.name for path in steps.values()}:
-        notes.append(f"{last} names '{named}', which is not there")
+        notes.append(f"{last} names {shown(named)}, which is not there")
     for path in reversed(steps.values()):
         try:
             check_manifest(path, values)
@@ -47,6 +48,11 @@ def find_newest(run: Path, values: bool = True) -> Found:
     if notes:
         raise UserError(f"no checkpoint of {run} is whole: put one back from a copy; {'; '.join(notes)}")
     return Found(None, [], [])
+
+
+def _first_bytes(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(40)
 
 
 def newest_whole(run: Path, values: bool = True) -> Path | None:

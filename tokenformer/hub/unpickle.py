@@ -1,6 +1,6 @@
 """Reads pickled torch files from outside without executing anything of them: tensors and plain containers only.
 
-Unusual: pickle's machine in Python (five bytes can make the C one fill 64 GB), and files are mapped, not read.
+Unusual: it is the pickle module's machine in Python (five bytes can make the one in C fill 64 GB); files are mapped.
 """
 
 import io
@@ -21,7 +21,7 @@ from tokenformer.errors import UserError
 
 
 def read(path: str | Path, foreign: Literal["refuse", "ignore"] = "refuse") -> Any:
-    """What `torch.save` wrote to `path`; tensors are plain ones, and views of one storage stay so.
+    """Return what `torch.save` wrote to `path`; tensors are plain ones, and views of one storage stay so.
 
     What is neither a tensor nor a plain container is refused, or with `foreign="ignore"` becomes an inert `Foreign`.
 
@@ -48,7 +48,7 @@ def read(path: str | Path, foreign: Literal["refuse", "ignore"] = "refuse") -> A
 
 
 def _view(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
-    """torch._utils._rebuild_tensor_v2; gradients and hooks are not taken over."""
+    """Stand in for torch._utils._rebuild_tensor_v2, without gradients and hooks."""
     if not isinstance(storage, torch.Tensor) or any(type(n) is not int or n < 0 for n in (offset, *size, *stride)):
         raise UserError("describes a tensor as torch never does; do not use it")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -65,7 +65,7 @@ class Foreign:
         self.name = name
 
     def append(self, *_: object) -> None:
-        """Items that the file adds to what this stands for are dropped."""
+        """Drop the items that the file adds."""
 
     extend = add = __setitem__ = append
 
@@ -81,7 +81,7 @@ _CALLS: dict[str, Any] = {
 }
 _GLOBALS = _CALLS | {f"torch.{name}": getattr(torch, name) for name in _TYPES}
 _GLOBALS |= {f"torch.{kind}Storage": getattr(torch, name) for kind, name in zip(_STORAGES, _TYPES, strict=True)}
-# What torch.save never writes; the last one allocates before it looks.
+# What torch.save never writes; the last one allocates before it reads.
 _UNUSED = {pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.PERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4}
 _UNUSED |= {pickle.BYTEARRAY8}
 
@@ -92,7 +92,7 @@ _HASHED |= {pickle.ADDITEMS: slice(None), pickle.FROZENSET: slice(None)}
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
-    """Hashing a tuple of tuples of tuples … takes for ever, or all of the stack; weights have texts and numbers."""
+    """Refuse keys that take for ever, or all of the stack, to hash: weights need texts and numbers alone."""
     for key in keys:
         for part in key if type(key) is tuple else (key,):
             if not isinstance(part, str | bytes | int | float | None | torch.dtype | Foreign):
@@ -125,7 +125,7 @@ class _Archive(pickle._Unpickler):
         super().__init__(io.BytesIO(self.map[slice(*self.span("data.pkl"))]))
 
     def span(self, name: str) -> tuple[int, int]:
-        """Where a member begins and ends in the file, its checksum verified."""
+        """Return where a member begins and ends in the file, after verifying its checksum."""
         info = self.members[self.root + name]
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise UserError("is compressed or encrypted inside, as torch.save never does; torch.save it again")

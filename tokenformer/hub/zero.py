@@ -1,4 +1,4 @@
-"""Puts the fp32 weights of a DeepSpeed ZeRO-1 folder together, as the official trainer and GPT-NeoX write it.
+"""Gathers the fp32 weights of a DeepSpeed ZeRO-1 folder, as the official trainer and GPT-NeoX write it.
 
 Unusual: the layout decides, not the stage a file claims; the result must round to the half weights saved beside it.
 """
@@ -12,6 +12,7 @@ import torch
 
 from tokenformer.errors import UserError
 from tokenformer.hub import unpickle
+from tokenformer.parsing import read_text
 
 _FILES = "*mp_rank_*_states.pt"
 _MODEL = "mp_rank_00_model_states.pt"
@@ -21,12 +22,12 @@ _ELSE = "convert it with DeepSpeed's zero_to_fp32.py and read its result instead
 
 
 def is_zero(folder: str | Path) -> bool:
-    """Whether a folder is a DeepSpeed checkpoint: a `global_stepN` folder, or one that holds such."""
+    """Tell whether a folder is a DeepSpeed checkpoint: a `global_stepN` folder, or one that holds such."""
     return any(Path(folder).glob(_FILES)) or any(Path(folder).glob(f"*/{_FILES}"))
 
 
 def consolidate(folder: str | Path) -> dict[str, torch.Tensor]:
-    """The fp32 weights by name, each in memory of its own."""
+    """Return the fp32 weights by name, each in memory of its own."""
     step = _step(Path(folder))
     model, *shards = [unpickle.read(file, foreign="ignore") for file in _files(step)]
     try:
@@ -36,20 +37,20 @@ def consolidate(folder: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _step(folder: Path) -> Path:
-    """The folder that has the files: the given one, or the one that `latest` names."""
+    """Return the folder that has the files: the given one, or the one that `latest` names."""
     if any(folder.glob(_FILES)):
         return folder
     found = ", ".join(sorted({file.parent.name for file in folder.glob(f"*/{_FILES}")})) or "none"
     if not (folder / "latest").is_file():
         raise UserError(f"{folder} has no file 'latest'; give the folder of one step instead (found: {found})")
-    tag = (folder / "latest").read_text(errors="replace").strip()
+    tag = read_text(folder / "latest", 1000).strip()
     if tag != Path(tag).name or not any((folder / tag).glob(_FILES)):
         raise UserError(f"{folder} has no step {tag[:99]!r}, which its 'latest' names; give one (found: {found})")
     return folder / tag
 
 
 def _files(step: Path) -> list[Path]:
-    """The model file, then the optimizer files by rank."""
+    """Return the model file, then the optimizer files by rank."""
     names = sorted(file.name for file in step.glob(_FILES))
     for name in names:
         if "mp_rank_00" not in name:
@@ -68,7 +69,7 @@ def _files(step: Path) -> list[Path]:
 
 
 def _join(step: Path, model: dict[str, Any], shards: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Concatenate the ranks' parts of each group's flat vector, without doing so, and cut the weights out of it."""
+    """Cut the weights out of each group's flat vector, of which every rank holds a part."""
     if any(_PARTS not in shard for shard in shards) or "param_shapes" not in model:
         raise UserError(f"{step} lacks {_PARTS} or param_shapes, so it is not of ZeRO stage 1; {_ELSE}")
     counts = shards[0].get("partition_count", len(shards))
@@ -102,7 +103,7 @@ def _join(step: Path, model: dict[str, Any], shards: list[dict[str, Any]]) -> di
 
 
 def _slice(parts: list[torch.Tensor], start: int, end: int) -> torch.Tensor:
-    """A copy of [start, end) of the concatenated parts."""
+    """Return a copy of [start, end) of what the parts would be concatenated."""
     pieces = []
     for part in parts:
         pieces.append(part[max(start, 0) : max(end, 0)])

@@ -1,4 +1,4 @@
-"""Decoding: static key/value cache, chunked prefill, a single-token step (a graph on CUDA), sampling on the device."""
+"""Decoding: a static key/value cache, prefill in chunks, single-token steps (a CUDA graph), sampling on the device."""
 
 from tokenformer.infer.engine import Engine as Engine
 from tokenformer.infer.engine import Finished as Finished

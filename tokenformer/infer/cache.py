@@ -1,5 +1,5 @@
-"""The static key/value cache: one block of memory; position p of a row stands in slot p, so what a query may see is
-slots ≤ its position, whatever lies behind (padding of shorter prompts) and whoever is beside it.
+"""The static key/value cache, one block of memory. Position p of a row is in slot p, so a query may see the slots up
+to its own position, whatever comes after (padding of shorter prompts).
 
 Legend: L layers, B batch, G key/value heads, S slots, C head_dim, T new positions.
 """
@@ -37,28 +37,11 @@ class StaticCache:
         return self.k.shape[3]
 
     def mask(self, positions_BT: Tensor) -> Tensor:
-        """(B, 1, T, S): a query sees the slots up to its own position."""
+        """Return (B, 1, T, S): a query sees the slots up to its own position."""
         return (self.slots_S <= positions_BT[..., None])[:, None]
 
-    def at(self, positions_BT: Tensor, start: int | None = None) -> "Placed":
-        """As blocks know a cache: new keys and values go to these positions (`start`: the same for all rows)."""
-        return Placed(self, positions_BT, start)
-
-    def put(self, layer: int, k_BGTC: Tensor, v_BGTC: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """All rows write slots start … start + T; returns everything up to there."""
-        stop = start + k_BGTC.shape[2]
-        for held, new in ((self.k[layer], k_BGTC), (self.v[layer], v_BGTC)):
-            held[:, :, start:stop] = new
-        return self.k[layer, :, :, :stop], self.v[layer, :, :, :stop]
-
-    def put_at(self, layer: int, k_BGTC: Tensor, v_BGTC: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row writes at its own positions; returns all slots."""
-        for held, new in ((self.k[layer], k_BGTC), (self.v[layer], v_BGTC)):
-            held[self.rows_B1, :, positions_BT] = new.transpose(1, 2)
-        return self.k[layer], self.v[layer]
-
     def spread(self, rows: Tensor, slots: int) -> "StaticCache":
-        """A new cache whose row i is a copy of row `rows[i]`, with more slots."""
+        """Return a new cache whose row i is a copy of row `rows[i]`, with more slots."""
         new = object.__new__(StaticCache)
         pad = slots - self.slots
         new.k, new.v = (torch.nn.functional.pad(t[:, rows], (0, 0, 0, pad)) for t in (self.k, self.v))
@@ -68,7 +51,7 @@ class StaticCache:
 
 
 class Placed(NamedTuple):
-    """A static cache, and where the positions of one call go."""
+    """A cache as blocks know it: new keys and values go to these positions, or to `start`, start + 1, … in all rows."""
 
     cache: StaticCache
     positions_BT: Tensor
@@ -78,7 +61,12 @@ class Placed(NamedTuple):
     def length(self) -> int:
         return self.start or 0
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.start is not None:
-            return self.cache.put(layer, k, v, self.start)
-        return self.cache.put_at(layer, k, v, self.positions_BT)
+    def update(self, layer: int, k_BGTC: Tensor, v_BGTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values to their slots; return those that the new positions may see."""
+        cache, stop = self.cache, None if self.start is None else self.start + k_BGTC.shape[2]
+        for held, new in ((cache.k[layer], k_BGTC), (cache.v[layer], v_BGTC)):
+            if stop is None:
+                held[cache.rows_B1, :, self.positions_BT] = new.transpose(1, 2)
+            else:
+                held[:, :, self.start : stop] = new
+        return cache.k[layer, :, :, :stop], cache.v[layer, :, :, :stop]

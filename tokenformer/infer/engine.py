@@ -1,7 +1,7 @@
-"""The decoding engine: prefill in chunks, then one single-token step again and again, a CUDA graph where there is CUDA.
+"""The decoding engine: prefill in chunks, then single-token steps, each a CUDA graph where there is CUDA.
 
-Unusual: between two looks of the host nothing is read from the device; tokens, positions, ends and randomness live
-there. Legend: B batch, T positions, D dim, W vocabulary, K new tokens.
+Unusual: tokens, positions, ends and randomness live on the device, and the host reads them once in `every` steps.
+Legend: B batch, T positions, D dim, W vocabulary, K new tokens.
 """
 
 import operator
@@ -18,9 +18,8 @@ from tokenformer.infer.packed import Packed
 from tokenformer.infer.sampling import Sampling, choose, penalise, uniform
 from tokenformer.models import LanguageModel
 
-SLOTS = 128  # caches come in multiples of this, so that a graph serves several prompts
-PADDED = 64  # and so do prompts, under graphs
-
+SLOTS = 128  # caches have a multiple of this, so that a graph serves several prompts
+PADDED = 64  # and so have prompts, under graphs
 
 Ids = Sequence[int] | Tensor  # of one prompt; a tensor has one dimension
 
@@ -36,7 +35,7 @@ class Finished(NamedTuple):
 
 
 class Engine:
-    """Generates for batches of prompts of any lengths. Exactly the tokens of `LanguageModel.generate` where greedy.
+    """Generates for batches of prompts of any lengths; greedy, exactly the tokens of `LanguageModel.generate`.
 
     >>> from tokenformer import ModelConfig, models
     >>> config = ModelConfig(layers=1, dim=16, heads=2, qkv_tokens=4, proj_tokens=4, ffn_tokens=4, vocab=9)
@@ -57,8 +56,8 @@ class Engine:
         tuning: Tuning | None = None,
     ) -> None:
         """`chunk`: positions of a prompt computed at once. `vocab`: ids from there on are never chosen (padding of the
-        embedding). `every`: steps between two looks of the host. `backend`: torch or triton (None: as it fits).
-        `graph`: a CUDA graph of the step (None: where there is CUDA). `tuning`: of the kernels.
+        embedding). `every`: steps between two reads by the host. `backend`: torch or triton (None: triton if possible).
+        `graph`: whether a step is a CUDA graph (None: where there is CUDA). `tuning`: of the kernels.
         """
         self.packed = Packed(model, dtype)
         self.context, self.chunk, self.every = model.config.context, chunk, every
@@ -68,12 +67,9 @@ class Engine:
         self._last: _Batch | None = None
 
     def check(
-        self,
-        prompts: Sequence[Ids] | Tensor,
-        seeds: Sequence[int] | None = None,
-        names: Sequence[str] | None = None,
+        self, prompts: Sequence[Ids] | Tensor, seeds: Sequence[int] | None = None, names: Sequence[str] | None = None
     ) -> tuple[list[list[int]], list[int]]:
-        """Prompts and seeds as plain numbers that the model can go on from; sentences call prompts by their `names`."""
+        """Return prompts and seeds as plain numbers, all checked; messages call prompts by their `names`."""
         rows = []
         for i, prompt in enumerate(prompts):
             name = names[i] if names else f"prompts[{i}]"
@@ -109,7 +105,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         logprobs: bool = False,
     ) -> "_Batch":
-        """Prefill, and the first token of each row; `advance` makes the rest. One batch is under way at a time."""
+        """Prefill and choose the first token of each row; `advance` makes the rest. One batch can run at a time."""
         rows, seeds = self.check(prompts, seeds)
         if not rows or n < 1:
             raise UserError("there is nothing to generate: give at least one prompt and one token")
@@ -132,13 +128,13 @@ class Engine:
         stop_ids: Sequence[int] = (),
         logprobs: bool = False,
     ) -> list[Finished]:
-        """Up to `n` new tokens per prompt: fewer where a stop token comes or the context is full. Row i's seed is i
-        unless `seeds` says otherwise; `logprobs` asks for log-probabilities.
+        """Generate up to `n` new tokens per prompt: fewer where a stop token comes or the context is full. Row i's seed
+        is i unless `seeds` says otherwise; `logprobs` asks for log-probabilities.
         """
         batch = self.start(prompts, n, sampling, seeds=seeds, stop_ids=stop_ids, logprobs=logprobs)
         while not batch.over:
             batch.advance(self.every)
-        return batch.results()
+        return batch.rows
 
 
 Step = Callable[[Tensor, Tensor, StaticCache], Tensor]  # ids (B,), positions (B,), cache → logits (B, W)
@@ -148,7 +144,7 @@ Hidden = Callable[[Tensor, StaticCache, int], Tensor]  # ids (B, T), cache, star
 def choose_backend(
     model: LanguageModel, packed: Packed, wanted: str | None, tuning: Tuning
 ) -> tuple[str, Callable[[int], Step], Hidden]:
-    """The name of what computes, what makes a single-token step for a batch size, and prefill."""
+    """Return the name of the backend, a function that makes a step for a batch size, and the prefill."""
     if wanted not in (None, "torch", "triton"):
         raise UserError(f"backend is '{wanted}', but must be torch or triton")
     reason = why_not(packed.config, packed.device)
@@ -168,20 +164,16 @@ def choose_backend(
     return "triton", lambda batch: fused.step(batch, tuning) or plain(batch), fused.hidden
 
 
-class Graph:
-    """Work on the device, captured once; calling it does it again."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            work()
-
-    def __call__(self) -> None:
-        self.graph.replay()
+def capture(work: Callable[[], None]) -> Callable[[], None]:
+    """Capture work on the device as a CUDA graph; calling the result repeats it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 class _Batch:
-    """Rows under way: all state on the device, and what the host has seen of it."""
+    """A batch of texts in the making: its state on the device, and what the host has read of it."""
 
     def __init__(self, engine: Engine, key: tuple) -> None:
         self.engine, self.key = engine, key
@@ -200,7 +192,7 @@ class _Batch:
         self.logprob_BK = torch.zeros(batch, self.n, device=device)
         penalty = self.sampling.repetition_penalty != 1
         self.seen_BW = torch.zeros(batch, engine.vocab, dtype=torch.bool, device=device) if penalty else None
-        self.plain = self.sampling.greedy and not penalty and not self.with_logprobs  # nothing but tokens is wanted
+        self.plain = self.sampling.greedy and not penalty and not self.with_logprobs  # only tokens are wanted
         self.replay: Callable[[], None] = self._step
         if engine.graph:
             stream = torch.cuda.Stream()
@@ -210,12 +202,12 @@ class _Batch:
                     self._step()
                     self.count.zero_()
             torch.cuda.current_stream().wait_stream(stream)
-            self.replay = Graph(self._step)
+            self.replay = capture(self._step)
         self.last_ids: Tensor | None = None  # of the last prefill
-        self.prefill_again: Graph | None = None  # on them
+        self.prefill_again: Callable[[], None] | None = None  # on them
 
     def _prefill(self, ids_BT: Tensor) -> None:
-        """All of the prompts, and the first new token of each row."""
+        """Run the prompts in chunks, and choose the first new token of each row."""
         chunk, length = self.engine.chunk, ids_BT.shape[1]
         hidden_BD = torch.zeros(
             len(ids_BT), self.engine.packed.config.dim, dtype=self.engine.packed.dtype, device=ids_BT.device
@@ -259,7 +251,7 @@ class _Batch:
             self.done_B |= (ids_B[:, None] == self.stop_ids).any(-1)
 
     def begin(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], stop_ids: Sequence[int]) -> None:
-        """Prefill in chunks; rows are padded on the right, where nobody looks before it is overwritten."""
+        """Prefill; rows are padded on the right, which no query sees before it is overwritten."""
         engine, device = self.engine, self.engine.packed.device
         lengths = [len(p) for p in prompts]
         room = -(-max(lengths) // PADDED) * PADDED if engine.graph else max(lengths)
@@ -280,11 +272,11 @@ class _Batch:
             for row, prompt in zip(self.seen_BW, prompts, strict=True):
                 row[torch.tensor(prompt, device=device)] = True
         if not engine.graph or self.last_ids is None or self.last_ids.shape != ids_BT.shape:
-            self.last_ids, self.prefill_again = ids_BT.to(device), None  # what comes once is not worth a graph
+            self.last_ids, self.prefill_again = ids_BT.to(device), None  # the first time is not worth a graph
             self._prefill(self.last_ids)
         else:
             held_BT = self.last_ids.copy_(ids_BT)
-            self.prefill_again = self.prefill_again or Graph(lambda: self._prefill(held_BT))
+            self.prefill_again = self.prefill_again or capture(lambda: self._prefill(held_BT))
             self.prefill_again()
         self.made = 1  # columns of out_BK, known to the host
         self.rows = [Finished([], [], False) for _ in prompts]
@@ -297,7 +289,7 @@ class _Batch:
 
     @torch.no_grad()
     def advance(self, steps: int) -> list[list[int]]:
-        """Make at most `steps` more tokens per row, looking at the device once at the end; return the new ids."""
+        """Make at most `steps` more tokens per row, read the device once at the end, and return the new ids."""
         for _ in range(min(steps - (self._taken == 0), self.n - self.made)):
             self.replay()
             self.made += 1
@@ -316,10 +308,3 @@ class _Batch:
             new.append(mine)
         self._taken = self.made
         return new
-
-    def end(self, row: int) -> None:
-        """Take no more of this row: its text is complete."""
-        self.ended[row] = True
-
-    def results(self) -> list[Finished]:
-        return self.rows

@@ -1,7 +1,7 @@
-"""The single-token step on fused kernels: weights laid out for them once, buffers made once, no host in between.
+"""Single-token steps and prefill on the decoding kernels. Weights are laid out, and buffers made, once.
 
-Unusual: keys that read a LayerNorm lose their mean, values are transposed, segments are padded with zero tokens; the
-residual stream stays in fp32. Legend: B batch, D dim, N tokens, E output dim, M members, W vocabulary.
+Unusual: keys that read a LayerNorm have their mean subtracted, values are transposed, segments are padded with zero
+tokens; the residual stream stays in fp32. Legend: B batch, D dim, N tokens, E output dim, M members, W vocabulary.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tokenformer.ops.attention import attention
 from tokenformer.ops.rotary import angles
 
 PAD = 64
-MOST = 64  # rows of data
+MOST = 64  # rows of data that the kernels take
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Tuning:
 
 
 def why_not(config: ModelConfig, device: torch.device) -> str | None:
-    """Why the kernels cannot compute a model here, if they cannot."""
+    """Return why the kernels cannot compute a model here, or None if they can."""
     if config.kind != "tokenformer" or config.theta != "l2_norm_gelu":
         return f"they compute theta l2_norm_gelu, not {config.theta if config.kind == 'tokenformer' else config.kind}"
     if config.switch_names():
@@ -99,7 +99,7 @@ class FusedTokens:
 
 
 class FusedModel:
-    """A model's weights for the kernels; steps of any batch share them. Layers of one shape lie together."""
+    """A model's weights for the kernels, shared by steps of all batch sizes. Layers of one shape lie together."""
 
     def __init__(self, model: LanguageModel, dtype: torch.dtype) -> None:
         self.config, self.dtype = model.config, dtype
@@ -125,7 +125,7 @@ class FusedModel:
         return FewStep(self, batch, tuning) if batch <= MOST else None
 
     def hidden(self, ids_BT: Tensor, cache: StaticCache, start: int) -> Tensor:
-        """(B, T, D) after the final norm; all rows stand at start, start + 1, …, which come into the cache."""
+        """Return (B, T, D) after the final norm and fill the cache; all rows are at start, start + 1, …"""
         from tokenformer.ops.kernels import decode
 
         c, (batch, length) = self.config, ids_BT.shape
@@ -134,7 +134,7 @@ class FusedModel:
         q_BHTC = torch.empty(batch, c.heads, length, c.head_dim, dtype=self.dtype, device=self.device)
         for i, ((qkv, proj, ffn), at) in enumerate(self.places):
             qkv_MTD = torch.bmm(_weights(qkv, at, x_TD), qkv.value_LMEN[at].mT)
-            decode.place(qkv_MTD, cache.k[i], cache.v[i], *turn, start, q_BHTC)
+            decode.fill_cache(qkv_MTD, cache.k[i], cache.v[i], *turn, start, q_BHTC)
             seen_BHTC = attention(q_BHTC, *(t[i, :, :, : start + length] for t in (cache.k, cache.v)))
             seen_TD = seen_BHTC.transpose(1, 2).reshape(x_TD.shape)
             x_TD.addmm_(_weights(proj, at, seen_TD)[0], proj.value_LMEN[at, 0].T)
@@ -147,7 +147,7 @@ class FusedModel:
 
 
 def _weights(tokens: FusedTokens, at: int, x_TD: Tensor) -> Tensor:
-    """(M, T, N): what each row of data gives to the values of layer `at`."""
+    """Return (M, T, N): the weight of each value token of layer `at` in each row of data."""
     import tokenformer.ops.kernels.pattention  # noqa: F401  (makes the operator)
 
     layout = tokens.sizes * tokens.members, [len(tokens.sizes)] * tokens.members, tokens.taus[at] * tokens.members
@@ -156,7 +156,7 @@ def _weights(tokens: FusedTokens, at: int, x_TD: Tensor) -> Tensor:
 
 
 class OneStep:
-    """ids (1,), positions (1,), cache → logits (1, W)."""
+    """The step for one row: ids (1,), positions (1,), cache → logits (1, W)."""
 
     def __init__(self, model: FusedModel, tuning: Tuning) -> None:
         self.model, self.tuning = model, tuning
@@ -195,7 +195,7 @@ class OneStep:
 
 
 class Attend:
-    """Attention of the new positions, and their place in the cache."""
+    """Attention of the new positions, whose keys and values are written to the cache."""
 
     def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
         from tokenformer.ops.kernels import decode
@@ -222,7 +222,7 @@ class Attend:
 
 
 class FewStep:
-    """ids (B,), positions (B,), cache → logits (B, W), for one batch size, in the type of the weights."""
+    """The step for one batch size: ids (B,), positions (B,), cache → logits (B, W) in the type of the weights."""
 
     def __init__(self, model: FusedModel, batch: int, tuning: Tuning) -> None:
         self.model, self.batch, self.tuning = model, batch, tuning
@@ -246,7 +246,7 @@ class FewStep:
         self.together = 0 if tuning.apart else torch.cuda.get_device_properties(device).multi_processor_count
 
     def split(self, tokens: FusedTokens) -> int:
-        """Programs that share the tokens of one tile of outputs: about enough to fill the device, whole blocks each."""
+        """Return how many programs share the tokens of one tile of outputs: enough to fill the device."""
         tiles = tokens.members * (tokens.value_LMEN.shape[2] // self.tuning.value_rows)
         blocks = tokens.n // min(self.block, tokens.block)
         each = -(-blocks // max(1, min(self.tuning.value_programs // tiles, blocks)))
@@ -270,7 +270,7 @@ class FewStep:
     def _tokens(
         self, tokens: FusedTokens, at: int, arrived: Tensor, x: Tensor, out: Tensor, copy: Tensor | None
     ) -> None:
-        """One group of Pattentions of layer `at` of its run into `out`; with `copy` added to it."""
+        """Write a group of Pattentions of layer `at` of its run to `out`, or add it to `out` and `copy`."""
         from tokenformer.ops.kernels import decode
 
         t = self.tuning

@@ -1,8 +1,8 @@
-"""A model's weights laid out once for decoding: what is multiplied together lies together, in the type that computes.
+"""Packs a model's weights for decoding: what is multiplied together lies together, in the compute type.
 
-Unusual: it is the model itself, its projections replaced; so there is no second forward pass. q, k and v are one
-product, their values one batched product. Legend: B batch, T positions, D dim, M members (q, k, v), N parameter tokens
-of each, E output dim.
+Unusual: it is the model itself with other projections, so the forward pass is not written a second time. q, k and v
+are one product, their values one batched product. Legend: B batch, T positions, D dim, M members (q, k, v), N parameter
+tokens of each, E output dim.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.errors import UserError
-from tokenformer.infer.cache import StaticCache
+from tokenformer.infer.cache import Placed, StaticCache
 from tokenformer.models import LanguageModel, Pattention, View, build
 from tokenformer.models.layers import Linear, Norm, Segment, hooked
 from tokenformer.models.trunk import MLP, Attention, Block
@@ -21,7 +21,7 @@ from tokenformer.ops.pattention import normalise
 
 
 class PackedTokens:
-    """Several Pattentions of one input, all of the same segments: x (…, D) → (M, …, E)."""
+    """Several Pattentions of one input, all with the same segments: x (…, D) → (M, …, E)."""
 
     def __init__(self, members: Sequence[Pattention], dtype: torch.dtype) -> None:
         parts = [[(k.detach(), v.detach(), tau) for k, v, tau in member.parts(dtype)] for member in members]
@@ -60,7 +60,7 @@ class PackedLayer(nn.Module):
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self.packed = _together([layer], dtype)
+        self.packed = _pack([layer], dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x)[0]
@@ -81,12 +81,12 @@ class PackedMLP(MLP):
         return self.down(F.silu(gate) * up[0] if up else F.gelu(gate))
 
 
-def _together(layers: Sequence[Any], dtype: torch.dtype) -> PackedTokens | PackedLinear:
+def _pack(layers: Sequence[Any], dtype: torch.dtype) -> PackedTokens | PackedLinear:
     return (PackedTokens if isinstance(layers[0], Pattention) else PackedLinear)(layers, dtype)
 
 
 def pack(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
-    """The same model on packed weights; norms are shared, and a weight that need not be cast is not copied."""
+    """Return the same model on packed weights; norms are shared, and a weight that need not be cast is not copied."""
     with torch.device("meta"):
         packed = build(model.config)
     for mine, block in zip(cast(Sequence[Block], packed.blocks), cast(Sequence[Block], model.blocks), strict=True):
@@ -94,7 +94,7 @@ def pack(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
         a: Any = mine.attention
         own = block.attention
         a.__class__ = PackedAttention
-        a.packed = _together([own.query, own.key, own.value], dtype)
+        a.packed = _pack([own.query, own.key, own.value], dtype)
         del a.query, a.key, a.value
         a.proj = PackedLayer(own.proj, dtype)
         if isinstance(block.ffn, Pattention):
@@ -120,7 +120,7 @@ def check_readable(model: LanguageModel) -> None:
         if any(parameter.is_meta for parameter in own):
             raise UserError(f"the weights of {name} are offloaded, and the engine reads them once: load them whole")
         strange = own and not isinstance(module, Segment | Linear | Norm | torch.nn.Embedding)
-        # a block's own forward may be compiled or recomputed: the engine's is another one anyway
+        # a block's own forward may be compiled or recomputed, since the engine does not call it
         if strange or (hooked(module) and not (isinstance(module, Block) and "_hf_hook" not in module.__dict__)):
             raise UserError(
                 f"{name or 'the model'} carries a hook or an adapter, and the engine, which reads the weights once, "
@@ -146,13 +146,13 @@ class Packed:
         return self.head.device
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, cache: StaticCache, start: int | None = None) -> Tensor:
-        """(B, T, D) after the final norm. `start`: all rows stand at start, start + 1, …: written as a slice, and from
-        0 with the flash kernel's own causal mask; without it every row writes where its positions say.
+        """Return (B, T, D) after the final norm. With `start` all rows are at start, start + 1, …: the cache is written
+        as a slice and attention is causal. Without it every row writes where its positions say, under a mask.
         """
         mask = None if start is not None else cache.mask(positions_BT)
-        return self.model.hidden(ids_BT, positions=positions_BT, mask=mask, cache=cache.at(positions_BT, start))
+        return self.model.hidden(ids_BT, positions=positions_BT, mask=mask, cache=Placed(cache, positions_BT, start))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """In fp32 or better."""
+        """Return logits in fp32 or better."""
         out = self.model.logits(hidden)
         return out.to(torch.promote_types(out.dtype, torch.float32))

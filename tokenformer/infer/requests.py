@@ -1,10 +1,7 @@
-"""Prompts in and texts out as files, in the official form: JSON lines of context, text, length, finished, message,
-duration_seconds, and logprobs where they were asked for. Prompts are lines of a text (or pieces between another
-separator), or JSON lines.
+"""Reads prompts (lines of a text, pieces between another separator, or JSON lines) and gives results the official form:
+context, text, length, finished, message, duration_seconds.
 """
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -12,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tokenformer.errors import UserError
-from tokenformer.files import write_text
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.sampling import Sampling
@@ -24,7 +20,7 @@ FIELDS = ("prompt", "context", "text")
 
 
 class Prompt(NamedTuple):
-    """A text, and what sentences call it."""
+    """A text, and what messages call it."""
 
     text: str
     name: str
@@ -36,7 +32,7 @@ class Request(Sampling):
 
     text_gen_type: Literal["unconditional", "input-file", "interactive"] = key("where prompts come from")
     maximum_tokens: int = key("new tokens of a text, at most", 64, above=0)
-    prompt_end: str = key("what stands between two prompts of a file, and ends one in conversation", "\n")
+    prompt_end: str = key("the text between two prompts of a file, which also ends one in conversation", "\n")
     sample_input_file: str | None = key("input-file: the prompts", None)
     sample_output_file: str | None = key("where the JSON lines go; absent = shown", None)
     num_samples: int = key("unconditional: how many texts", 1, above=0)
@@ -45,12 +41,12 @@ class Request(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need(self.prompt_end != "", "prompt_end is empty: give what stands between two prompts")
+        need(self.prompt_end != "", "prompt_end is empty: give the text between two prompts")
         if self.text_gen_type == "input-file":
             need(self.sample_input_file is not None, "input-file needs prompts: set sample_input_file")
 
     def prompts(self) -> list[Prompt]:
-        """Read from the file, or empty ones."""
+        """Return the prompts of the file, or empty ones."""
         if self.sample_input_file is not None and self.text_gen_type == "input-file":
             return read_prompts(self.sample_input_file, self.prompt_end)
         return [Prompt("", f"text {i}") for i in range(1, self.num_samples + 1)]
@@ -60,8 +56,8 @@ MOST = 1 << 26  # a file may be a device without an end
 
 
 def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
-    """Prompts of a file (or of standard input: -), stripped, empty ones left out; of a .jsonl file the strings, or
-    their `prompt`, `context` or `text`, as they are. They are called by the line that they begin on, from 1.
+    """Read the prompts of a file (or of standard input: -), stripped, without empty ones; of a .jsonl file the strings,
+    or their `prompt`, `context` or `text`, as they are. Messages call them by the line that they begin on.
     """
     pipe, lines = str(path) == "-", Path(path).suffix == ".jsonl"
     where = "standard input" if pipe else str(path)
@@ -82,7 +78,7 @@ def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
             prompts.append(Prompt(_prompt(piece, name) if lines else piece.strip(), name))
         line += (piece + between).count("\n")
     if not prompts:
-        raise UserError(f"{where} holds no prompt: write one a line")
+        raise UserError(f"{where} holds no prompt: write one per line")
     return prompts
 
 
@@ -96,7 +92,7 @@ def _prompt(line: str, where: str) -> str:
 
 
 def record(result: TextResult) -> dict[str, Any]:
-    """One result in the official form.
+    """Return a result in the official form.
 
     >>> record(TextResult("Hi", "", [], [], True, 0.5))["message"]
     'no text was made: the document ended, or a stop came, at once'
@@ -116,12 +112,8 @@ def record(result: TextResult) -> dict[str, Any]:
     }
 
 
-def write_records(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
-
-
 def stop_token(tokenizer: AnyTokenizer, word: str) -> int:
-    """The id that a number or the text of one token names.
+    """Return the id that a number, or the text of one token, names.
 
     >>> from tokenformer.data.text.tokenizer import load_tokenizer
     >>> stop_token(load_tokenizer("byte"), "12"), stop_token(load_tokenizer("byte"), "A")
@@ -139,7 +131,7 @@ def stop_token(tokenizer: AnyTokenizer, word: str) -> int:
 
 
 def token_logits(engine: Engine, tokenizer: AnyTokenizer, result: TextResult) -> list[list[float]]:
-    """The logits that every new token was chosen from: one full pass over the text."""
+    """Return the logits that every new token was chosen from, by a full pass over the text."""
     prompt = to_ids(tokenizer, result.context)
     packed, ids = engine.packed, torch.tensor([prompt + result.ids], device=engine.packed.device)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""From logits to the next token, on the device and without asking the host.
+"""Chooses the next token from logits, on the device alone.
 
 Unusual: randomness is a hash of (seed of the row, step), so a row's text does not depend on the rows beside it.
 Legend: B batch, W vocabulary.
@@ -16,7 +16,7 @@ _MASK = {30: (1 << 34) - 1, 27: (1 << 37) - 1, 31: (1 << 33) - 1, 11: (1 << 53) 
 
 @dataclass(frozen=True)
 class Sampling(Section):
-    """How the next token is chosen; applied in this order: penalty, temperature, top-k, top-p, min-p.
+    """How the next token is chosen, in this order: penalty, temperature, top-k, top-p, min-p.
 
     >>> Sampling(temperature=0.8, top_p=0.9).greedy
     False
@@ -40,12 +40,12 @@ class Sampling(Section):
 
 
 def penalise(logits_BW: Tensor, seen_BW: Tensor, penalty: float) -> Tensor:
-    """Positive logits of seen tokens are divided by the penalty, negative ones multiplied."""
+    """Divide positive logits of tokens that were there before by the penalty, and multiply negative ones."""
     return torch.where(seen_BW, torch.where(logits_BW > 0, logits_BW / penalty, logits_BW * penalty), logits_BW)
 
 
 def keep(logits_BW: Tensor, how: Sampling) -> Tensor:
-    """Logits divided by the temperature, -inf where a token may not be chosen.
+    """Return logits divided by the temperature, -inf where a token may not be chosen.
 
     >>> keep(torch.tensor([[1.0, 2.0, 3.0]]), Sampling(temperature=1.0, top_k=2))
     tensor([[-inf, 2., 3.]])
@@ -67,7 +67,7 @@ def keep(logits_BW: Tensor, how: Sampling) -> Tensor:
 
 
 def choose(logits_BW: Tensor, how: Sampling, uniform_B: Tensor) -> Tensor:
-    """One token per row: the most likely, or by the inverse of the distribution function at `uniform`."""
+    """Choose a token per row: the most likely, or by the inverse of the distribution function at `uniform`."""
     if how.greedy:
         return logits_BW.argmax(-1)
     cumulative_BW = keep(logits_BW, how).double().softmax(-1).cumsum(-1)
@@ -76,7 +76,7 @@ def choose(logits_BW: Tensor, how: Sampling, uniform_B: Tensor) -> Tensor:
 
 
 def uniform(seed_B: Tensor, step: Tensor) -> Tensor:
-    """Numbers in [0, 1) that belong to (seed, step); float64.
+    """Return a float64 in [0, 1) for each seed that depends on (seed, step) alone.
 
     >>> uniform(torch.tensor([7, 8]), torch.tensor(0))
     tensor([0.7215, 0.2666], dtype=torch.float64)
@@ -86,7 +86,7 @@ def uniform(seed_B: Tensor, step: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64; int64 products wrap, shifts are made logical by a mask."""
+    """Apply the finaliser of splitmix64: int64 products wrap, and a mask makes shifts logical."""
     x = x + (0x9E3779B97F4A7C15 - (1 << 64))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64))):
         x = (x ^ ((x >> shift) & _MASK[shift])) * factor

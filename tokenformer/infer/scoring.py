@@ -1,4 +1,4 @@
-"""How likely continuations are: batched, sorted by length, a context that several continuations share computed once.
+"""Scores continuations in batches sorted by length; a context that several continuations share is computed once.
 
 Unusual: what does not fit is cut off on the left, exactly as the harness does it: a continuation of c tokens sees the
 last context + 1 − c tokens before it. Legend: R rows, G groups, T positions, D dim, W vocabulary.
@@ -39,7 +39,7 @@ def score(
     tokens: int = 16384,
     advance: Callable[[float], object] = lambda count: None,
 ) -> list[Scored]:
-    """Log-likelihoods of (context ids, continuation ids); `tokens` positions are computed at once."""
+    """Return log-likelihoods of (context ids, continuation ids); `tokens` positions are computed at once."""
     context = context or packed.config.context
     groups: dict[tuple[int, ...], list[_Row]] = {}
     for i, (before, after) in enumerate(pairs):
@@ -67,7 +67,7 @@ def _length(group: list[_Row]) -> int:
 
 
 def _batches(groups: list[list[_Row]], tokens: int) -> list[list[list[_Row]]]:
-    """Consecutive groups whose rows, each as long as the longest (the first), are at most `tokens` positions."""
+    """Batch consecutive groups: at most `tokens` positions, each row padded to the longest (the first)."""
     batches: list[list[list[_Row]]] = []
     rows = longest = 0
     for group in groups:
@@ -80,7 +80,7 @@ def _batches(groups: list[list[_Row]], tokens: int) -> list[list[list[_Row]]]:
 
 
 def _alone(packed: Packed, groups: list[list[_Row]]) -> list[Scored]:
-    """Contexts that stand once: all in one pass."""
+    """Score contexts that have one continuation each, in one pass."""
     rows = [group[0] for group in groups]
     ids_RT = _pad([[*row.prefix, *row.target[:-1]] for row in rows], packed.device)
     cache = StaticCache(packed.config, len(rows), ids_RT.shape[1], packed.device, packed.dtype)
@@ -91,7 +91,7 @@ def _alone(packed: Packed, groups: list[list[_Row]]) -> list[Scored]:
 
 
 def _shared(packed: Packed, groups: list[list[_Row]]) -> list[Scored]:
-    """Each context once; then its cache row is copied for every continuation, which goes on from there."""
+    """Compute each context once, then copy its cache row for every continuation."""
     device = packed.device
     ids_GT = _pad([group[0].prefix for group in groups], device)
     cache = StaticCache(packed.config, len(groups), ids_GT.shape[1], device, packed.dtype)

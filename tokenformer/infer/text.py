@@ -1,4 +1,4 @@
-"""From prompts to texts: batches, stop strings, pieces as they come. Tokenizers come from outside.
+"""Writes texts from prompts: batches, stop strings, pieces as they come, conversations. Tokenizers come from outside.
 
 Unusual: a piece is given out only when no later token can change it: not inside a character, nor inside what may
 become a stop string.
@@ -12,9 +12,11 @@ from tokenformer.errors import UserError
 from tokenformer.infer.engine import Engine, Finished
 from tokenformer.infer.sampling import Sampling
 
+LIVE = 4  # tokens between two pieces for somebody who reads along
+
 
 class AnyTokenizer(Protocol):
-    """What a tokenizer must be here."""
+    """What is needed of a tokenizer."""
 
     vocab_size: int
 
@@ -41,7 +43,7 @@ class TextResult(NamedTuple):
 
 
 class Piecewise:
-    """The text of a row as it grows, cut at the first stop string.
+    """The text of a row while it grows, cut at the first stop string.
 
     >>> text = Piecewise(lambda ids: "".join(map(chr, ids)), ["END"])
     >>> text.add([72, 105, 69]), text.add([78]), text.add([68, 33]), text.text, text.stopped
@@ -54,7 +56,7 @@ class Piecewise:
         self.text, self.given, self.stopped = "", 0, False
 
     def add(self, ids: Sequence[int], last: bool = False) -> str:
-        """The new piece that is certain by now; with `last` everything."""
+        """Add ids and return the new piece that no later id can change; with `last` everything."""
         if self.stopped:
             return ""
         self.ids.extend(ids)
@@ -70,7 +72,7 @@ class Piecewise:
         return piece
 
     def _open(self) -> int:
-        """Characters at the end that may still change: a cut one, or the beginning of a stop string."""
+        """Count the characters at the end that may still change: a cut one, or the beginning of a stop string."""
         whole = self.text.rstrip("�")
         held = len(self.text) - len(whole)
         for size in range(min(len(whole), max(map(len, self.stops), default=1) - 1), 0, -1):
@@ -80,7 +82,7 @@ class Piecewise:
 
 
 def to_ids(tokenizer: AnyTokenizer, text: str, name: str = "the prompt") -> list[int]:
-    """Ids of a prompt; an empty one is the beginning of a document.
+    """Return the ids of a prompt; an empty one is the beginning of a document.
 
     >>> from tokenformer.data.text.tokenizer import load_tokenizer
     >>> to_ids(load_tokenizer("byte"), "AB"), to_ids(load_tokenizer("byte"), "")
@@ -105,12 +107,12 @@ def write_texts(
     batch: int = 32,
     every: int | None = None,
     logprobs: bool = False,
-    said: Callable[[int, str], object] | None = None,
+    on_piece: Callable[[int, str], object] | None = None,
     stop_ids: Sequence[int] = (),
     names: Sequence[str] | None = None,
 ) -> Iterator[TextResult]:
-    """Texts of prompts, in order, `batch` at a time; `said(i, piece)` hears the pieces of prompt i. An empty prompt is
-    the beginning of a document. All prompts are checked at once, before any text; sentences call them by their `names`.
+    """Write a text for each prompt, in order, `batch` at a time; `on_piece(i, piece)` gets the pieces of text i.
+    All prompts are checked before the first text; messages call them by their `names`.
     """
     names = names or [f"prompts[{i}]" for i in range(len(prompts))]
     ids = [to_ids(tokenizer, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
@@ -119,9 +121,9 @@ def write_texts(
     def work() -> Iterator[TextResult]:
         for first in range(0, len(prompts), batch):
             some = slice(first, first + batch)
-            heard = None if said is None else lambda i, piece, first=first: said(first + i, piece)
+            each = None if on_piece is None else lambda i, piece, first=first: on_piece(first + i, piece)
             yield from continue_ids(
-                engine, tokenizer, prompts[some], rows[some], n, sampling, chosen[some], stops, every, logprobs, heard,
+                engine, tokenizer, prompts[some], rows[some], n, sampling, chosen[some], stops, every, logprobs, each,
                 stop_ids,
             )  # fmt: skip
 
@@ -139,11 +141,11 @@ def continue_ids(
     stops: Sequence[str] = (),
     every: int | None = None,
     logprobs: bool = False,
-    said: Callable[[int, str], object] | None = None,
+    on_piece: Callable[[int, str], object] | None = None,
     stop_ids: Sequence[int] = (),
     enough: Callable[[], bool] = lambda: False,
 ) -> list[TextResult]:
-    """One batch, from ids; `contexts` are what the results call their prompts. At `enough()` texts end as they are."""
+    """Continue one batch of ids; `contexts` are the prompts in the results. At `enough()` texts end as they are."""
     begun = time.perf_counter()
     ends = [tokenizer.end_of_document, *stop_ids]
     running = engine.start(ids, n, sampling, seeds=seeds, stop_ids=ends, logprobs=logprobs)
@@ -156,24 +158,63 @@ def continue_ids(
                 continue
             piece = texts[i].add(new, last=last or running.ended[i])
             if last or texts[i].stopped:
-                running.end(i)
-            if piece and said is not None:
-                said(i, piece)
+                running.ended[i] = True
+            if piece and on_piece is not None:
+                on_piece(i, piece)
     seconds = time.perf_counter() - begun
     out = []
-    for context, prompt, text, row in zip(contexts, ids, texts, running.results(), strict=True):
-        row = _up_to(text, row)
+    for context, prompt, text, row in zip(contexts, ids, texts, running.rows, strict=True):
+        row = _before_stop(text, row)
         finished = row.finished or text.stopped
         full = not finished and len(row.ids) < n and len(prompt) + len(row.ids) == engine.context
         out.append(TextResult(context, text.text, row.ids, row.logprobs, finished, seconds, full))
     return out
 
 
-def _up_to(text: Piecewise, row: Finished) -> Finished:
-    """Without the tokens that make the stop string and what follows it."""
+def _before_stop(text: Piecewise, row: Finished) -> Finished:
+    """Remove the tokens of the stop string and of what follows it."""
     if not text.stopped:
         return row
     ids = list(row.ids)
     while ids and not text.text.startswith(text.decode(ids)):
         ids.pop()
     return row._replace(ids=ids, logprobs=row.logprobs[: len(ids)])
+
+
+class Session:
+    """A conversation: each text continues all that was said before, without the oldest when the context is full.
+
+    Turn i is drawn with seed + i.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: AnyTokenizer,
+        n: int,
+        sampling: Sampling | None = None,
+        *,
+        seed: int = 0,
+        stops: Sequence[str] = (),
+        remember: bool = True,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        self.engine, self.tokenizer, self.n, self.sampling = engine, tokenizer, n, sampling
+        self.seed, self.stops, self.stop_ids, self.remember = seed, stops, stop_ids, remember
+        self.history, self.turns = "", 0
+
+    def say(
+        self, text: str, on_piece: Callable[[str], object] | None = None, enough: Callable[[], bool] = lambda: False
+    ) -> TextResult:
+        """Continue the history and `text`, calling `on_piece` with pieces as they come, until `enough()`."""
+        whole = self.history + text
+        ids = to_ids(self.tokenizer, whole, "the text")
+        room = max(1, self.engine.context // 2, self.engine.context - self.n)  # half, however much is asked for
+        forward = None if on_piece is None else lambda _, piece: on_piece(piece)
+        (result,) = continue_ids(
+            self.engine, self.tokenizer, [text], [ids[-room:]], self.n, self.sampling, [self.seed + self.turns],
+            self.stops, LIVE, on_piece=forward, stop_ids=self.stop_ids, enough=enough,
+        )  # fmt: skip
+        self.turns += 1
+        self.history = whole + result.text if self.remember else ""
+        return result

@@ -1,4 +1,4 @@
-"""Plain modules that read like the paper, built from configs. A name is imported when it is used, torch with it."""
+"""Plain modules that read like the paper, built from configs. A name, and torch, is imported when it is used."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ def __getattr__(name: str):
 
 
 def build(config: ModelConfig, seed: int = 0) -> "LanguageModel":
-    """The model that a config describes, chosen by `of`.
+    """Build the model that a config describes; `of` is its kind.
 
     >>> config = ModelConfig(layers=1, dim=32, heads=4, qkv_tokens=16, proj_tokens=16, ffn_tokens=64, vocab=128)
     >>> type(build(config)).__name__

@@ -1,4 +1,4 @@
-"""What a model costs, from its config alone: parameters, FLOPs (with parameters and with other tokens apart), cache.
+"""What a model costs, from its config alone: parameters, FLOPs (with parameters, with other tokens), cache.
 
 Causal attention is counted once: 2·layers·dim·context forward per token. Many tools count it twice.
 """
@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from tokenformer.config import PROJECTION_OF, PROJECTIONS, ModelConfig
+from tokenformer.models.names import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +20,15 @@ class Cost:
     head_parameters: int  # read by the output head (the embedding's own, if tied)
     projections: dict[str, int]  # matmul parameters of each projection, all layers together
     attended: int  # channels in which data tokens attend to each other: Σ dim over all layers
-    cache_values: int  # numbers that the key/value cache holds for a token
+    cache_values: int  # numbers in the key/value cache per token
 
     @property
     def parameter_flops(self) -> int:
-        """Forward, between a token and the parameters; free of the context."""
+        """Forward, between a token and the parameters; the same for every context."""
         return 2 * (self.matmul_parameters + self.head_parameters)
 
     def token_flops(self, context: int, causal: bool = True) -> int:
-        """Forward, between a token and those it sees: all of the context, or half of it in the mean where causal."""
+        """Forward, between a token and those it sees: all of the context, or on average half of it where causal."""
         return (2 if causal else 4) * self.attended * context
 
     def training_flops(self, context: int, causal: bool = True) -> int:
@@ -38,7 +39,7 @@ class Cost:
 
 
 def cost(config: ModelConfig) -> Cost:
-    """Count a model. Of several trunks it is the sum of their blocks and norms: what lies outside is not in the config.
+    """Count a model. For several trunks, only their blocks and norms: the rest of the model is not in the config.
 
     >>> from tokenformer.config import load
     >>> cost(load("lm/150m").model).parameters
@@ -86,8 +87,8 @@ def sample_flops(config: ModelConfig) -> int:
 
 
 def equal_transformer(config: ModelConfig) -> ModelConfig:
-    """A Transformer with as many parameters: the same depth, vocabulary and head size, as wide as it must be, and the
-    rest, less than a head's width, in its MLP.
+    """A Transformer with as many parameters: the same depth, vocabulary and head size. The width is a multiple of the
+    head size; the MLP takes the parameters that are left.
 
     >>> from tokenformer.config import load
     >>> equal_transformer(load("grow/124m").model).dim
@@ -101,3 +102,11 @@ def equal_transformer(config: ModelConfig) -> ModelConfig:
     return ModelConfig(
         kind="transformer", dim=dim, ffn_dim=ffn_dim, heads=dim // step, rotary_fraction=config.rotary_fraction, **shape
     )
+
+
+def model_cost(model: Any) -> Cost:
+    """Count a model of several trunks: its config describes the blocks, its parameters what lies outside them."""
+    outside = {n: p.numel() for n, p in model.named_parameters() if parse(n, model.ends).layer is None}
+    products = sum(size for name, size in outside.items() if model.ends[name].matrix)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return dataclasses.replace(cost(model.config), parameters=whole, head_parameters=products)

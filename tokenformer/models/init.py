@@ -1,6 +1,6 @@
-"""One function fills any model. A parameter's values depend on (seed, its name, its full shape) and on nothing else,
+"""The initialisation of every model. The values of a parameter depend on (seed, its name, its full shape) alone.
 
-so that one process and a thousand, on any device, begin with the same model. Drawn in fp32 on the CPU for that reason.
+So any number of processes, on any device, begin with the same model. Values are drawn in fp32 on the CPU.
 """
 
 import hashlib
@@ -21,25 +21,21 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def initial(
-    name: str,
-    shape: tuple[int, ...],
-    config: ModelConfig,
-    seed: int,
-    ends: Mapping[str, Role],
-    key: str | None = None,
+    name: str, shape: tuple[int, ...], config: ModelConfig, seed: int, ends: Mapping[str, Role], key: str | None = None
 ) -> Tensor:
-    """The first values of one parameter: keys, tables and inward matrices N(0, 0.02); values and outward matrices
+    """The initial values of one parameter: keys, tables and inward matrices N(0, 0.02); values and outward matrices
     N(0, 2/(layers·√dim)) of their trunk.
 
-    `config.init: centred` subtracts from values their mean over the tokens of a segment. `key` is what the numbers are
-    drawn by instead of the name.
+    `config.init: centred` subtracts from values their mean over the tokens of a segment. The random numbers depend on
+    `key`, if given, instead of the name.
     """
     found = parse(name, ends)
     role = found.role.kind
     if not found.role.decays:
         return torch.full(shape, {"one": 1.0, "zero": 0.0}.get(role, found.role.start))
     trunk, outward = config.trunk(found.trunk), role in ("value", "outward")
-    values = draw(seed, key or name, shape) * (2 / (trunk.layers * trunk.dim**0.5) if outward else 0.02)
+    deep = outward and (found.layer is not None or not config.trunks)  # an end of several trunks has no depth
+    values = draw(seed, key or name, shape) * (2 / (trunk.layers * trunk.dim**0.5) if deep else 0.02)
     if trunk.init == "centred" and role == "value":
         values -= values.mean(0)
     return values

@@ -1,6 +1,7 @@
 """The language model: embedding, blocks, final norm, output head tied to the embedding.
 
-`forward` with labels returns a loss sum and a count and never holds all logits. Legend: B batch, T positions, D dim.
+`forward` with labels returns a loss sum and a count, and never holds all logits.
+Legend: B batch, T positions, D dim, W vocabulary.
 """
 
 from collections.abc import Mapping
@@ -47,9 +48,9 @@ class LanguageModel(Trunk):
         if table.device.type != "meta":
             init_weights(self, self.config, seed)
 
-    def forward(self, ids: Tensor | None = None, *, labels: Tensor | None = None, **known: Any) -> Output:
+    def forward(self, ids: Tensor | None = None, *, labels: Tensor | None = None, **fields: Any) -> Output:
         """`ids` (B, T). `labels` (B, T): the target of each position, -100 = none. The rest: see `hidden`."""
-        hidden_BTD = self.hidden(ids, **known)
+        hidden_BTD = self.hidden(ids, **fields)
         if labels is None:
             return Output(logits=self.logits(hidden_BTD))
         loss_sum, count = self.loss(hidden_BTD, labels)
@@ -61,16 +62,16 @@ class LanguageModel(Trunk):
         *,
         embeddings: Tensor | None = None,
         positions: Tensor | None = None,
-        **known: Any,
+        **fields: Any,
     ) -> Tensor:
-        """What the output head reads: (B, T, D) after the final norm. `embeddings` (B, T, D) stand instead of ids;
+        """The input of the output head: (B, T, D) after the final norm. Give `ids` (B, T) or `embeddings` (B, T, D).
 
-        `positions` (T,) or (B, T); `known`: fields of a `View`, such as documents, mask, cache.
+        `positions` (T,) or (B, T). `fields`: those of a `View`, such as documents, mask, cache.
         """
         if (ids is None) == (embeddings is None):
             raise UserError("a language model reads ids or embeddings: give one of them")
         x_BTD = (self.embedding(ids) if embeddings is None else embeddings).to(self.compute_dtype)
-        return self.run(x_BTD, self.view(x_BTD, positions, **known))
+        return self.run(x_BTD, self.view(x_BTD, positions, **fields))
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         if self.head is not None and not readable(self.head):
@@ -82,11 +83,11 @@ class LanguageModel(Trunk):
         head = self.head
         if head is not None and not readable(head):
 
-            def called(hidden_TD: Tensor, _: Tensor, labels_T: Tensor) -> Tensor:
+            def loss_of_chunk(hidden_TD: Tensor, _: Tensor, labels_T: Tensor) -> Tensor:
                 return summed_loss(head(hidden_TD), labels_T)
 
             chunk = max(1, LOGITS // self.config.vocab)
-            return linear_cross_entropy(hidden_BTD, hidden_BTD, labels, chunk, called)
+            return linear_cross_entropy(hidden_BTD, hidden_BTD, labels, chunk, loss_of_chunk)
         return linear_cross_entropy(hidden_BTD, self.head_rows(hidden_BTD), labels)
 
     @property
@@ -94,16 +95,16 @@ class LanguageModel(Trunk):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def head_rows(self, hidden: Tensor) -> Tensor:
-        """The output head's rows, where `hidden` is and in its type."""
+        """The output head's weight, on the device and in the type of `hidden`."""
         weight_WD = self.head_weight
-        if weight_WD.device != hidden.device:  # offloaded, or on another device: a call brings it
+        if weight_WD.device != hidden.device:  # offloaded: calling the embedding loads it
             every = torch.arange(self.config.vocab, device=hidden.device)
             weight_WD = self.embedding(every).to(hidden.device)
         return weight_WD.to(hidden.dtype)
 
     @torch.no_grad()
     def generate(self, ids: Tensor, n: int, temperature: float = 0.0, seed: int = 0) -> Tensor:
-        """`ids` (B, T) → (B, T + n): greedy at temperature 0, else sampled. The reference for every faster way."""
+        """`ids` (B, T) → (B, T + n): greedy at temperature 0, else sampled. The reference of the decoding engine."""
         generator = torch.Generator(ids.device).manual_seed(seed)
         cache, step = Cache(), ids
         for _ in range(n):

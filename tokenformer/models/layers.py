@@ -1,8 +1,8 @@
 """The layers that blocks are made of: Pattention, plain matrices, norms.
 
-Unusual: weights are cast to the type of what flows in, so one choice at the embedding decides the compute type; several
-projections of one input are separate parameters but one product; a segment may have a switch, and then counts only in
-calls that give it.
+Unusual: weights are cast to the type of the input, so one cast after the embedding decides the compute type. Several
+projections of one input are separate parameters but one product. A segment with a switch counts only in calls that name
+that switch.
 """
 
 import functools
@@ -19,27 +19,28 @@ from tokenformer.config import ModelConfig
 from tokenformer.ops.pattention import THETAS, Segments, normalise, pattention, pattention_group
 
 
-class Described(nn.Module):
-    """A module whose plain values decide what its tensors compute. They travel in the metadata of a `state_dict`, where
+class CheckedOnLoad(nn.Module):
+    """A module with plain values beside its tensors that change what it computes, such as τ.
 
-    no file and no other tool meets them, and `load_state_dict` refuses others; tensors without them are accepted.
+    They are kept in the metadata of a `state_dict`, which is no tensor and is written to no file. `load_state_dict`
+    refuses other values, and accepts a state without them.
     """
 
-    described: ClassVar[tuple[str, ...]]
+    checked: ClassVar[tuple[str, ...]]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if prefix[:-1] in getattr(destination, "_metadata", {}):
-            destination._metadata[prefix[:-1]] |= {name: getattr(self, name) for name in self.described}
+            destination._metadata[prefix[:-1]] |= {name: getattr(self, name) for name in self.checked}
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        for name in self.described:
-            here, there = getattr(self, name), local_metadata.get(name, getattr(self, name))
-            if here != there:
+        for name in self.checked:
+            ours, theirs = getattr(self, name), local_metadata.get(name, getattr(self, name))
+            if ours != theirs:
                 error_msgs.append(
-                    f"{prefix}{name} is {there} in the state_dict and {here} here: the same tensors would compute "
+                    f"{prefix}{name} is {theirs} in the state_dict and {ours} here: the same tensors would compute "
                     "something else; make the model from the config that belongs to them"
                 )
         super()._load_from_state_dict(
@@ -47,10 +48,10 @@ class Described(nn.Module):
         )
 
 
-class Segment(Described):
+class Segment(CheckedOnLoad):
     """Parameter tokens that are normalised together, with their own τ."""
 
-    described = ("tau",)
+    checked = ("tau",)
 
     def __init__(self, d_in: int, d_out: int, tokens: int, tau: float) -> None:
         super().__init__()
@@ -59,9 +60,8 @@ class Segment(Described):
         self.value_tokens = nn.Parameter(torch.empty(tokens, d_out))
 
     def forward(self, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, float]:
-        """Keys, values and τ. Layers call this instead of reading the tensors: hooks on a segment (offloading, LoRA)
-
-        work by its call.
+        """Keys, values and τ. Layers call this instead of reading the tensors, so that hooks on a segment (offloading,
+        LoRA) work.
         """
         return self.key_tokens.to(dtype), self.value_tokens.to(dtype), self.tau
 
@@ -69,15 +69,15 @@ class Segment(Described):
         return f"tokens={len(self.key_tokens)}, tau={self.tau:g}"
 
 
-class Pattention(Described):
-    """A layer whose parameters are tokens; stands wherever an `nn.Linear(d_in, d_out, bias=False)` does.
+class Pattention(CheckedOnLoad):
+    """A layer whose parameters are tokens; replaces an `nn.Linear(d_in, d_out, bias=False)`.
 
     >>> layer = Pattention(16, 32, tokens=64)
     >>> layer(torch.randn(2, 5, 16)).shape
     torch.Size([2, 5, 32])
     """
 
-    described = ("theta", "switch")
+    checked = ("theta", "switch")
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Pattention(Described):
         tau: Sequence[float] | None = None,
         switch: Sequence[str] | None = None,
     ) -> None:
-        """`tau` and `switch`: one per segment; absent = √n, and no switch ("" = the segment always counts)."""
+        """`tau` and `switch`: one per segment. Absent: √n, and no switch ("": the segment always counts)."""
         super().__init__()
         sizes = list(tokens) if isinstance(tokens, Sequence) else [tokens]
         if not sizes or any(type(n) is not int or n < 1 for n in sizes):
@@ -105,27 +105,27 @@ class Pattention(Described):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """For a layer that stands alone: outputs of RMS 0.65 per segment whatever the scale of the input (L2 forms)."""
+        """Initialise a layer outside our models: each segment's output has RMS 0.65 at any scale of the input (L2)."""
         for segment in self.segments:
             nn.init.normal_(segment.key_tokens, std=0.02)
             nn.init.normal_(segment.value_tokens, std=len(segment.value_tokens) ** -0.5)
 
     def parts(self, dtype: torch.dtype | None, switch: str = "") -> Segments:
-        """The segments that a switch turns on; without a name those that always count."""
+        """The segments of one switch; without a name, those that always count."""
         return [segment(dtype) for segment, name in zip(self.segments, self.switch, strict=True) if name == switch]
 
     def forward(self, x: Tensor, mask: Tensor | None = None, switches: Mapping[str, Tensor] | None = None) -> Tensor:
-        """`mask`: see `pattention`. `switches`: name → (B,) weights; a segment's output counts times its switch's."""
+        """`mask`: see `pattention`. `switches`: name → (B,) weights, by which its segments' outputs are multiplied."""
         if not x.is_floating_point():
             raise TypeError(f"a Pattention reads floating point numbers, not {x.dtype}")
         if mask is None:
-            return _switched(x, [self], switches)[0]
+            return _with_switches(x, [self], switches)[0]
         if any(self.switch):
             raise ValueError("a mask of parameter tokens cannot be given to a layer with switches: switch segments off")
         return pattention(x, self.parts(x.dtype), theta=self.theta, mask=mask)
 
     def activations(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Scores and Θ(scores) of each segment: a token adds its activation times its value to the output."""
+        """Scores and Θ(scores) of each segment. A token adds its activation, Θ, times its value to the output."""
         scores = [(x @ key_ND.T, tau) for key_ND, _, tau in (segment(x.dtype) for segment in self.segments)]
         return [(score, normalise(score, self.theta, tau)) for score, tau in scores]
 
@@ -134,7 +134,7 @@ class Pattention(Described):
 
 
 class Linear(nn.Linear):
-    """Without bias, computing in the type of its input."""
+    """A linear layer without bias that computes in the type of its input."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__(d_in, d_out, bias=False)
@@ -143,8 +143,19 @@ class Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype))
 
 
+def guard_hooks() -> None:
+    """Make a compiled block notice hooks that come later: it is compiled anew. PyTorch's default is to ignore them."""
+    if torch.compiler.is_compiling():
+        _guard_hooks()
+
+
+@torch.compiler.assume_constant_result
+def _guard_hooks() -> None:  # is run while a block is traced, before its guards are made
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
 def hooked(module: nn.Module) -> bool:
-    """Whether something waits for this module's call: a hook, FSDP, a forward that was put in place of its own."""
+    """Whether calling this module runs more than its own forward: a hook, FSDP, a replaced forward."""
     m = module
     hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
     return bool(hooks) or "forward" in m.__dict__
@@ -156,15 +167,16 @@ def readable(layer: nn.Module) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def called_one_by_one() -> bool:
-    _say_one_by_one()
+def warn_one_by_one() -> bool:
+    """Warn, once and outside of what is compiled; True, for use in an expression."""
+    _warn_once()
     return True
 
 
 @functools.cache
-def _say_one_by_one() -> None:
+def _warn_once() -> None:
     warnings.warn(
-        "a projection carries a hook, or is not ours any more: the projections of its block are called one by one, "
+        "a projection has a hook, or was replaced: the projections of its block are called one by one, "
         "which is slower than one product for q, k and v",
         stacklevel=2,
     )
@@ -173,12 +185,13 @@ def _say_one_by_one() -> None:
 def project(
     x: Tensor, layers: Sequence[Pattention | Linear], switches: Mapping[str, Tensor] | None = None
 ) -> Sequence[Tensor]:
-    """Several projections of one input in one product; one by one where somebody waits for their calls."""
+    """Several projections of one input in one product; called one by one where a hook needs the calls."""
+    guard_hooks()
     if not all(readable(layer) for layer in layers):
-        return called_one_by_one() and [called(layer, x, switches) for layer in layers]
+        return warn_one_by_one() and [call_layer(layer, x, switches) for layer in layers]
     tokens = [layer for layer in layers if isinstance(layer, Pattention)]
     if tokens:
-        return _switched(x, tokens, switches)
+        return _with_switches(x, tokens, switches)
     weights = [layer.weight for layer in layers if isinstance(layer, Linear)]
     return F.linear(x, torch.cat(weights).to(x.dtype)).split([len(w) for w in weights], dim=-1)
 
@@ -200,20 +213,20 @@ class Norm(nn.Module):
 
 
 def projection(config: ModelConfig, layer: int, which: str, d_out: int) -> Pattention | Linear:
-    """`which` of qkv, proj, ffn: parameter tokens, or a plain matrix."""
+    """Make a projection: parameter tokens, or the matrix of a baseline. `which`: qkv, proj or ffn."""
     if config.kind != "tokenformer":
         return Linear(config.dim, d_out)
     sizes, scales = zip(*config.segments(which, layer), strict=True)
     return Pattention(config.dim, d_out, sizes, theta=config.theta, tau=scales, switch=config.switches(which, layer))
 
 
-def called(layer: nn.Module, x: Tensor, switches: Mapping[str, Tensor] | None) -> Tensor:
-    """What a layer gives; only a Pattention knows switches."""
+def call_layer(layer: nn.Module, x: Tensor, switches: Mapping[str, Tensor] | None) -> Tensor:
+    """Call a layer, with switches where there are some: only a Pattention takes them."""
     return layer(x) if switches is None else layer(x, switches=switches)
 
 
-def _switched(x: Tensor, layers: Sequence[Pattention], switches: Mapping[str, Tensor] | None) -> list[Tensor]:
-    """Pattentions of one input, alike in their switches. What is not switched on is not computed."""
+def _with_switches(x: Tensor, layers: Sequence[Pattention], switches: Mapping[str, Tensor] | None) -> list[Tensor]:
+    """Several Pattentions of one input, with the same switches. A segment whose switch is absent is not computed."""
     names, theta = layers[0].switch, layers[0].theta
     if "" in names:
         outputs = pattention_group(x, [layer.parts(x.dtype) for layer in layers], theta=theta)
@@ -222,11 +235,11 @@ def _switched(x: Tensor, layers: Sequence[Pattention], switches: Mapping[str, Te
     for name in dict.fromkeys(names):
         if name and switches is not None and name in switches:
             weight = per_sample(switches[name], x)
-            more = pattention_group(x, [layer.parts(x.dtype, name) for layer in layers], theta=theta)
-            outputs = [output + weight * part for output, part in zip(outputs, more, strict=True)]
+            added = pattention_group(x, [layer.parts(x.dtype, name) for layer in layers], theta=theta)
+            outputs = [output + weight * part for output, part in zip(outputs, added, strict=True)]
     return outputs
 
 
 def per_sample(factor_B: Tensor, x: Tensor) -> Tensor:
-    """One factor per sample, to be multiplied with x (B, …)."""
+    """Reshape one factor per sample so that it multiplies x (B, …)."""
     return factor_B.to(x.dtype).view(-1, *[1] * (x.ndim - 1))

@@ -1,8 +1,8 @@
 """What a parameter is, from its name alone. The only place that parses parameter names, and it needs no torch.
 
 A name is either inside a trunk (`image.blocks.3.attention.query.segments.1.key_tokens`; a language model's trunk has no
-prefix) or one of the ends that its model declares (`embedding.weight`). Any other name is an error: a parameter that
-nobody knows would be initialised, decayed and sharded by accident.
+prefix) or one of the ends that its model declares (`embedding.weight`). Any other name is an error: otherwise chance
+would decide how that parameter is initialised, decayed and sharded.
 """
 
 import re
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class Role(NamedTuple):
-    """How a parameter begins and learns.
+    """How a parameter is initialised and trained.
 
-    `key`, `value`: parameter tokens. `inward`, `outward`: matrices that read from and write to the stream. These four
-    are Muon's. `table`: rows that are looked up or matched (embedding, head), with weight decay. `one`, `zero`: begin
-    there, without decay. `own`: begins at `start`, without decay.
+    `key`, `value`: parameter tokens. `inward`, `outward`: matrices that read from and write to the residual stream.
+    Muon trains these four. `table`: embedding or head, with weight decay. `one`, `zero`: begin there, without decay.
+    `own`: begins at `start`, without decay.
     """
 
     kind: str
@@ -31,10 +31,7 @@ class Role(NamedTuple):
         return self.matrix or self.kind == "table"
 
 
-KEY = Role("key")
-VALUE = Role("value")
 INWARD = Role("inward")
-OUTWARD = Role("outward")
 TABLE = Role("table")
 ONE = Role("one")
 ZERO = Role("zero")
@@ -46,18 +43,18 @@ def own(start: float) -> Role:
 
 
 class Name(NamedTuple):
-    """A parameter's name, taken apart. Of an end, `layer` and `segment` are None and `trunk` is empty."""
+    """A parsed name. Outside the blocks, `layer` and `segment` are None and `trunk` is empty."""
 
     trunk: str
     layer: int | None
-    part: str  # attention.query, ffn, ffn.up, attention_norm; of an end, what stands before the leaf
+    part: str  # attention.query, ffn, ffn.up, attention_norm; outside the blocks, all before the leaf
     segment: int | None
     leaf: str  # key_tokens, value_tokens, weight, bias
     role: Role
 
     @property
     def text(self) -> str:
-        """The whole name again; `name._replace(layer=4).text` is the same parameter of another layer."""
+        """The whole name; `name._replace(layer=4).text` is the same parameter of another layer."""
         block = "" if self.layer is None else f"{self.trunk}blocks.{self.layer}."
         segment = "" if self.segment is None else f"segments.{self.segment}."
         return f"{block}{self.part}{'.' if self.part else ''}{segment}{self.leaf}"
@@ -80,7 +77,7 @@ _MATRIX = re.compile(_LAYER + r"\.(?:gate|up|down)|attention_norm|ffn_norm)\.(we
 
 
 def parse(name: str, ends: Mapping[str, Role]) -> Name:
-    """Take a name apart. `ends` are what the model declares outside its blocks.
+    """Parse a name. `ends`: the parameters that the model declares outside its blocks.
 
     >>> name = parse("text.blocks.3.attention.query.segments.1.key_tokens", {})
     >>> name.trunk, name.layer, name.part, name.segment, name.role.kind
@@ -94,11 +91,11 @@ def parse(name: str, ends: Mapping[str, Role]) -> Name:
     if block := _BLOCK.fullmatch(name):
         trunk, layer, rest = block[1], int(block[2]), block[3]
         if tokens := _TOKENS.fullmatch(rest):
-            return Name(trunk, layer, tokens[1], int(tokens[2]), tokens[3], KEY if tokens[4] == "key" else VALUE)
+            return Name(trunk, layer, tokens[1], int(tokens[2]), tokens[3], Role(tokens[4]))
         if matrix := _MATRIX.fullmatch(rest):
             return Name(trunk, layer, matrix[1], None, matrix[2], _role(matrix[1], matrix[2]))
     known = ", ".join(ends) or "none"
-    raise ValueError(f"'{name}' is no parameter of a trunk and not among the ends that its model declares ({known})")
+    raise ValueError(f"'{name}' is neither a parameter of a trunk nor among the ends that its model declares ({known})")
 
 
 def _role(part: str, leaf: str) -> Role:
@@ -106,4 +103,4 @@ def _role(part: str, leaf: str) -> Role:
         return ZERO
     if part.endswith("norm"):
         return ONE
-    return OUTWARD if part in ("attention.proj", "ffn.down") else INWARD
+    return Role("outward") if part in ("attention.proj", "ffn.down") else INWARD

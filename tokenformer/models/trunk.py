@@ -1,7 +1,7 @@
 """The trunk of every model: blocks of attention and feed-forward, then a norm, causal or not.
 
-Unusual: what a block may know beside its input is one `View`; a block draws no random numbers (what is recomputed in
-backward would draw others). Legend: B batch, T positions, D dim, H heads, C head_dim.
+Unusual: all that a block gets beside its input is one `View`; a block draws no random numbers (recomputing it in
+backward would draw others). Legend: B batch, T positions, S keys, D dim, H heads, C head_dim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from tokenformer.models.layers import (
     Linear,
     Norm,
     Pattention,
-    called,
-    called_one_by_one,
+    call_layer,
     hooked,
     per_sample,
     project,
     projection,
     readable,
+    warn_one_by_one,
 )
 from tokenformer.models.names import ONE, ZERO, Role
 from tokenformer.ops.attention import attention
@@ -33,7 +33,7 @@ from tokenformer.ops.rotary import angles, rotate
 
 
 class AnyCache(Protocol):
-    """What a key/value cache must be: how many positions it holds, and what takes new ones and returns all."""
+    """The interface of a key/value cache: how many positions it holds, and `update`, which appends and returns all."""
 
     @property
     def length(self) -> int: ...
@@ -59,13 +59,13 @@ class Cache:
 
 
 class View(NamedTuple):
-    """What a block may know beside its input. It never crosses a pipeline boundary: each stage makes its own."""
+    """What a block gets beside its input. It never crosses a pipeline boundary: each stage makes its own."""
 
-    rotary: tuple[Tensor, Tensor] | None = None  # cos and sin of the positions; None: without positions
+    rotary: tuple[Tensor, Tensor] | None = None  # cos and sin of the positions; None: no positions
     causal: bool = True
-    documents: Tensor | None = None  # (B, T): positions see only their own document
+    documents: Tensor | None = None  # (B, T): a position sees only its own document
     mask: Tensor | None = None  # (B or 1, H or 1, T, S), True = is seen; instead of causal
-    switches: Mapping[str, Tensor] | None = None  # name → (B,) weights of that switch's segments in each sample
+    switches: Mapping[str, Tensor] | None = None  # name → (B,) weight of its segments in each sample
     drop: Tensor | None = None  # (layers, 2, B): factors of each block's two branches; a block gets its own (2, B)
     cache: AnyCache | None = None
 
@@ -83,13 +83,13 @@ class Attention(nn.Module):
         self.proj = projection(config, layer, "proj", config.dim)
 
     def forward(self, x_BTD: Tensor, view: View) -> Tensor:
-        return called(self.proj, self.attend(self.qkv(x_BTD, view), view), view.switches)
+        return call_layer(self.proj, self.attend(self.qkv(x_BTD, view), view), view.switches)
 
     def attend(self, qkv: Sequence[Tensor], view: View) -> Tensor:
-        """q, k and v (B, T, D) → what each position sees (B, T, D)."""
-        q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in qkv)  # (B, T, H, C): so it stays in memory
+        """Attention of q, k and v (B, T, D) → (B, T, D)."""
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)) for p in qkv)  # (B, T, H, C), a view
         if view.rotary is not None:
-            q, k = rotate(q, *view.rotary, heads=2), rotate(k, *view.rotary, heads=2)
+            q, k = rotate(q, *view.rotary), rotate(k, *view.rotary)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if view.cache is not None:
             k, v = view.cache.update(self.layer, k, v)
@@ -117,7 +117,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each added to the stream. The config's kind chooses what the projections are."""
+    """Attention, then feed-forward, each added to the residual stream. The config's kind chooses the projections."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -130,33 +130,32 @@ class Block(nn.Module):
             return self.fused_forward(x, view)
         branch = self.attention(self.attention_norm(x), view)
         x = x + (branch if view.drop is None else branch * per_sample(view.drop[0], x))
-        branch = called(self.ffn, self.ffn_norm(x), view.switches)
+        branch = call_layer(self.ffn, self.ffn_norm(x), view.switches)
         return x + (branch if view.drop is None else branch * per_sample(view.drop[1], x))
 
     def fuses(self, x: Tensor, view: View) -> bool:
-        """Whether `fused_forward` computes the same, and gains by it: training on kernels."""
+        """Whether `fused_forward` computes the same, and faster: in training on kernels."""
         plain = type(self.ffn) is Pattention and self.ffn.theta == "l2_norm_gelu" and view.drop is None
         if not (plain and x.requires_grad and backend(x) == "triton"):
             return False
         a = self.attention
         layers = (a.query, a.key, a.value, a.proj, self.ffn)
         if any(map(hooked, (self.attention_norm, self.ffn_norm, a))) or not all(map(readable, layers)):
-            return not called_one_by_one()
+            return not warn_one_by_one()
         switched = [cast(Pattention, layer).switch for layer in layers]
         return all("" in names for names in switched) and not any(
             name in names for names in switched for name in view.switches or ()
         )
 
     def fused_forward(self, x: Tensor, view: View) -> Tensor:
-        """Without norms and sums: l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels
-
-        is taken out ignore its mean, so nothing of LayerNorm is left; a product adds to the stream what it makes.
+        """Compute the block without norms and additions. l2_norm_gelu ignores the scale of its input, and keys without
+        their mean over the channels ignore its mean: LayerNorm changes nothing. Products add to the stream themselves.
         """
         a, theta = self.attention, "l2_norm_gelu"
         layers = cast(Sequence[Pattention], (a.query, a.key, a.value, a.proj, self.ffn))
         query, key, value, proj, ffn = (layer.parts(None) for layer in layers)
-        turn = (None, None, 0) if view.rotary is None else (*(t.flatten(0, -2) for t in view.rotary), a.head_dim)
-        *qkv, x = fused(x, [query, key, value], theta, centred=True, onto="fork", turn=turn)
+        rotary = (None, None, 0) if view.rotary is None else (*(t.flatten(0, -2) for t in view.rotary), a.head_dim)
+        *qkv, x = fused(x, [query, key, value], theta, centred=True, onto="fork", rotary=rotary)
         (x,) = fused(a.attend(qkv, view._replace(rotary=None)), [proj], theta, onto="residual", residual=x)
         return fused(x, [ffn], theta, centred=True, onto="input")[0]
 
@@ -164,12 +163,11 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Blocks and the final norm. A model is a trunk with ends of its own, or holds several."""
 
-    ends: ClassVar[Mapping[str, Role]] = {"norm.weight": ONE, "norm.bias": ZERO}  # what lies outside the blocks
+    ends: ClassVar[Mapping[str, Role]] = {"norm.weight": ONE, "norm.bias": ZERO}  # parameters outside the blocks
 
     def __init__(self, config: ModelConfig, **first: nn.Module) -> None:
-        """`first` are modules that stand before the blocks, such as an embedding: the order of a model's parameters
-
-        is the order in which norms over all of them are summed.
+        """`first`: modules that come before the blocks, such as an embedding. The order of the parameters is the order
+        in which the gradient norm is summed, so it must not change.
         """
         super().__init__()
         self.config = config.resolved()
@@ -180,27 +178,22 @@ class Trunk(nn.Module):
         self.blocks = nn.ModuleList(Block(self.config, layer) for layer in range(config.layers))
         self.norm = Norm(config, affine=True)
 
-    def view(self, x_BTD: Tensor, positions: Tensor | None = None, **known: Any) -> View:
-        """What the blocks may know about x: `positions` (T,) or (B, T), absent = those after what the cache holds; the
-
-        rest are fields of a View.
-        """
+    def view(self, x_BTD: Tensor, positions: Tensor | None = None, **fields: Any) -> View:
+        """Make the View of x. `positions` (T,) or (B, T), absent: they continue the cache. `fields`: of the View."""
         if positions is None:
-            start = 0 if known.get("cache") is None else known["cache"].length
+            start = 0 if fields.get("cache") is None else fields["cache"].length
             positions = torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)
-        return View(angles(positions, self.config.rotary_dims, self.config.rotary_base, x_BTD.dtype), **known)
+        return View(angles(positions, self.config.rotary_dims, self.config.rotary_base, x_BTD.dtype), **fields)
 
     def run(self, x_BTD: Tensor, view: View) -> Tensor:
-        """Through all blocks and the final norm; of a pipeline's stage, those that it holds."""
+        """Run x through all blocks and the final norm; a pipeline stage runs those that it holds."""
         if view.switches is not None:
             unknown = set(view.switches) - self.config.switch_names()
             if unknown:
                 raise UserError(f"the model has no switch '{unknown.pop()}': model.switch names them")
         for block in self.blocks.children():
-            if view.drop is None:
-                x_BTD = block(x_BTD, view)
-            else:
-                x_BTD = block(x_BTD, view._replace(drop=view.drop[cast(Block, block).attention.layer]))
+            drop = None if view.drop is None else view.drop[cast(Block, block).attention.layer]
+            x_BTD = block(x_BTD, view._replace(drop=drop))
         return x_BTD if self.norm is None else self.norm(x_BTD)
 
     def trunks(self) -> dict[str, "Trunk"]:

@@ -1,7 +1,8 @@
 """Pattention, y = Θ(x·Kᵀ)·V: data tokens attend to parameter tokens. The reference here is the specification.
 
-Unusual: a layer is a list of segments, each normalised by itself with its own τ, their outputs added; one segment is
-the paper's layer. Legend: T rows of data (any leading shape), D d_in, E d_out, N parameter tokens of one segment.
+Unusual: a layer is a list of segments. Each is normalised by itself, with its own τ, and their outputs are added; one
+segment is the paper's layer.
+Legend: T rows of data (any leading shape), D d_in, E d_out, N parameter tokens of one segment.
 """
 
 import functools
@@ -19,13 +20,13 @@ from torch import Tensor
 from tokenformer.errors import UserError
 
 BACKENDS = ("auto", "reference", "triton")
-CHOICE = os.environ.get("TOKENFORMER_PATTENTION", "auto")  # what computes it where a call does not say
-INTERPRETED = ("1", "true", "yes", "on", "y")  # what Triton takes for a yes
+CHOICE = os.environ.get("TOKENFORMER_PATTENTION", "auto")  # the backend where a call does not choose one
+INTERPRETED = ("1", "true", "yes", "on", "y")  # values of TRITON_INTERPRET that Triton takes for true
 MISSING = "triton is not installed: pip install 'tokenformer[kernels]'"
 Segments = Sequence[tuple[Tensor, Tensor, float]]  # keys (N, D), values (N, E), τ
 
 
-def _as_it_is(score_TN: Tensor) -> Tensor:
+def _identity(score_TN: Tensor) -> Tensor:
     return score_TN
 
 
@@ -39,15 +40,15 @@ class Theta(NamedTuple):
 
     @property
     def scale_free(self) -> bool:
-        """Whether a common factor of a segment's keys changes nothing."""
-        return self.before is _as_it_is
+        """Whether multiplying all keys of a segment by one number changes nothing."""
+        return self.before is _identity
 
 
 THETAS = {
-    "l2_norm_gelu": Theta(_as_it_is, torch.square, 0.5, F.gelu),
-    "gelu_l2_norm": Theta(F.gelu, torch.square, 0.5, _as_it_is),
-    "softmax": Theta(torch.exp, _as_it_is, 1.0, _as_it_is),  # computed by logarithms: exponentials overflow
-    "l1_norm_gelu": Theta(_as_it_is, torch.abs, 1.0, F.gelu),
+    "l2_norm_gelu": Theta(_identity, torch.square, 0.5, F.gelu),
+    "gelu_l2_norm": Theta(F.gelu, torch.square, 0.5, _identity),
+    "softmax": Theta(torch.exp, _identity, 1.0, _identity),  # computed with logarithms: exponentials overflow
+    "l1_norm_gelu": Theta(_identity, torch.abs, 1.0, F.gelu),
 }
 
 
@@ -59,7 +60,7 @@ def pattention(
     mask: Tensor | None = None,
     choice: str | None = None,
 ) -> Tensor:
-    """One Pattention. `mask` (ΣN,) or (…, ΣN), True = counts: a masked token counts in no sum, and τ stays.
+    """One Pattention. `mask` (ΣN,) or (…, ΣN), True = counts: a masked token is in no sum, and τ does not change.
 
     >>> keys, values = torch.eye(2), torch.eye(2)
     >>> pattention(torch.tensor([3.0, 4.0]), [(keys, values, 5.0)])  # gelu([3, 4] · 5 / 5)
@@ -78,7 +79,7 @@ def pattention_group(
 ) -> list[Tensor]:
     """Several Pattentions of one input (q, k and v), the scores of all of them in one product.
 
-    `choice` of auto, reference or triton: what computes it (see `backend`).
+    `choice`: auto, reference or triton (see `backend`).
     """
     masked = masks is not None and any(mask is not None for mask in masks)
     if backend(x_TD, choice, masked) == "triton":
@@ -102,7 +103,7 @@ def normalise(
 ) -> Tensor:
     """Θ of one segment's scores, in fp32 or better. Where the statistic is zero: zeros, and zero gradients.
 
-    `total_T1` is the statistic of the whole segment, where the scores are a part of it.
+    `count_TN`: True = the token counts. `total_T1`: the statistic of the whole segment, where the scores are a part.
     """
     score_TN = score_TN.to(torch.promote_types(score_TN.dtype, torch.float32))
     if theta == "softmax":
@@ -110,56 +111,55 @@ def normalise(
             return (score_TN - total_T1).exp() * tau**2
         if count_TN is None:
             return score_TN.softmax(-1) * tau**2
-        some = count_TN.any(-1, keepdim=True)  # a row that is masked whole must not become NaN on the way
+        some = count_TN.any(-1, keepdim=True)  # a row of masked tokens alone must not become NaN on the way
         return score_TN.masked_fill(~count_TN & some, -torch.inf).softmax(-1) * count_TN * tau**2
     if count_TN is not None:
         score_TN = score_TN.masked_fill(~count_TN, 0)  # adds nothing to any norm, and gelu(0) = 0
-    how = _find(theta)
-    score_TN = how.before(score_TN)
-    total_T1 = how.mass(score_TN).sum(-1, keepdim=True) if total_T1 is None else total_T1
-    return how.after(score_TN * _over(total_T1, tau ** (2 * how.power), how.power))
+    form = _lookup(theta)
+    score_TN = form.before(score_TN)
+    total_T1 = form.mass(score_TN).sum(-1, keepdim=True) if total_T1 is None else total_T1
+    return form.after(score_TN * _divide(tau ** (2 * form.power), total_T1, form.power))
 
 
 def statistic(score_TN: Tensor, theta: str) -> Tensor:
-    """(T, 1): what these scores add to the total of their segment: a sum, or the logarithm of one (softmax)."""
+    """The statistic (T, 1) of these scores: what they add to their segment's sum; of softmax, the logarithm of that."""
     score_TN = score_TN.to(torch.promote_types(score_TN.dtype, torch.float32))
     if theta == "softmax":
         return score_TN.logsumexp(-1, keepdim=True)
-    how = _find(theta)
-    return how.mass(how.before(score_TN)).sum(-1, keepdim=True)
+    form = _lookup(theta)
+    return form.mass(form.before(score_TN)).sum(-1, keepdim=True)
 
 
-def _find(theta: str) -> Theta:
+def _lookup(theta: str) -> Theta:
     if theta not in THETAS:
         raise ValueError(f"theta is '{theta}', not one of {', '.join(THETAS)}")
     return THETAS[theta]
 
 
-def _over(total_T1: Tensor, scale: float, power: float) -> Tensor:
+def _divide(scale: float, total_T1: Tensor, power: float) -> Tensor:
     """scale / total^power; 0 with zero gradient where the total is 0 (the inner `where` keeps NaN out of backward)."""
     zero = total_T1 == 0
     return torch.where(zero, 0, scale * torch.where(zero, 1, total_T1).pow(-power))
 
 
 def backend(x: Tensor, choice: str | None = None, masked: bool = False) -> str:
-    """What computes a Pattention of x: "triton" where it can, else "reference". `choice` forces one of them; where it
-
-    is not given, the environment variable TOKENFORMER_PATTENTION does.
+    """The backend for x: "triton" where the kernels can run, else "reference". `choice`, or the environment variable
+    TOKENFORMER_PATTENTION, forces one of them.
     """
     choice = choice or CHOICE
     if choice == "reference" or (choice == "auto" and (x.device.type == "cpu" or masked)):
         return "reference"
-    return _found(choice, x.device.type, x.device.index, x.dtype, masked)
+    return _constant(choice, x.device.type, x.device.index, x.dtype, masked)
 
 
 @torch.compiler.assume_constant_result
-def _found(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool) -> str:
-    return _look(choice, device, index, dtype, masked)
+def _constant(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool) -> str:
+    return _choose(choice, device, index, dtype, masked)
 
 
 @functools.cache
-def _look(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool) -> str:
-    """Says once why a GPU does not get its kernels; refuses what was asked for and cannot be."""
+def _choose(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool) -> str:
+    """Choose the backend. Warns once where a GPU gets no kernels; refuses kernels that cannot run."""
     if choice not in BACKENDS:
         raise UserError(f"TOKENFORMER_PATTENTION or choice is '{choice}': give one of {', '.join(BACKENDS)}")
     reason = "masks are computed by the reference" if masked else ""
@@ -167,7 +167,7 @@ def _look(choice: str, device: str, index: int | None, dtype: torch.dtype, maske
         reason = f"there are none for {dtype}"
     elif device == "cuda" and torch.cuda.get_device_capability(index) < (8, 0):
         reason = f"{torch.cuda.get_device_name(index)} is older than they were tried on (compute capability 8.0)"
-    elif not _installed():
+    elif not _has_kernels():
         reason = MISSING
     elif device != "cuda" and os.environ.get("TRITON_INTERPRET", "").lower() not in INTERPRETED:
         reason = f"they do not run on {device}"
@@ -179,8 +179,8 @@ def _look(choice: str, device: str, index: int | None, dtype: torch.dtype, maske
     return "reference"
 
 
-def _installed() -> bool:
-    """Triton, and this package: a model's file that was handed on has neither kernels nor package."""
+def _has_kernels() -> bool:
+    """Whether the kernels can be imported: an exported model file runs without this package, too."""
     try:
         importlib.import_module("tokenformer.ops.kernels.pattention")
     except ImportError:
@@ -188,24 +188,14 @@ def _installed() -> bool:
     return True
 
 
-def fused(x_TD: Tensor, members: Sequence[Segments], theta: str, **how) -> list[Tensor]:
-    """`pattention_group` by kernels; what else they can do: ops/kernels/pattention.py."""
-    _find(theta)
+def fused(x_TD: Tensor, members: Sequence[Segments], theta: str, **options) -> list[Tensor]:
+    """`pattention_group` on kernels. `options`: see ops/kernels/pattention.py."""
+    _lookup(theta)
     for key_ND, value_NE, _ in itertools.chain(*members):
         if len(key_ND) != len(value_NE):
             raise ValueError(f"a segment has {len(key_ND)} keys and {len(value_NE)} values: give as many of each")
-    try:
+    try:  # transformers refuses an exported file whose imports are missing, but for those in a try
         from tokenformer.ops.kernels import pattention as kernels
     except ImportError as error:
         raise UserError(MISSING) from error
-    return kernels.fused(x_TD, members, theta, **how)
-
-
-def flops(rows: int, d_in: int, d_out: int, tokens: int) -> int:
-    """Of the two products of a forward pass; a backward pass is twice that. Θ itself is not counted."""
-    return 2 * rows * tokens * (d_in + d_out)
-
-
-def bytes_moved(rows: int, d_in: int, d_out: int, tokens: int, width: int = 2) -> int:
-    """Fewest bytes of a forward pass: input, keys and values read once, output written once, no score stored."""
-    return width * (rows * (d_in + d_out) + tokens * (d_in + d_out))
+    return kernels.fused(x_TD, members, theta, **options)

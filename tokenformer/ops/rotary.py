@@ -1,6 +1,6 @@
-"""Partial rotary positions: the first channels of each head turn with the position, the rest stay.
+"""Partial rotary positions: the first R channels of each head are rotated by the position, the rest are not.
 
-Half-split pairs (channel i turns with i + R/2), angles in fp32 or better.
+Channel i is paired with channel i + R/2 (half-split); angles are in fp32 or better.
 Legend: T positions, R rotated channels, A = R/2 angles, B batch, H heads, C head_dim.
 """
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def angles(positions_T: Tensor, dims: int, base: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin (…, T, A) for positions (…, T). Computed, not stored: no buffer to place, grow or save.
+    """cos and sin (…, T, A) of positions (…, T). Computed, not stored: there is no buffer to place, grow or save.
 
     >>> cos, sin = angles(torch.arange(3), dims=4, base=10000.0)
     >>> cos.shape
@@ -21,11 +21,9 @@ def angles(positions_T: Tensor, dims: int, base: float, dtype: torch.dtype = tor
     return angle_TA.cos(), angle_TA.sin()
 
 
-def rotate(x: Tensor, cos_TA: Tensor, sin_TA: Tensor, heads: int = 1) -> Tensor:
-    """Turn the first 2·A channels of x (B, H, T, C), or (B, T, H, C) with heads=2, by angles (T, A) or (B, T, A)."""
-    if heads == 2 or cos_TA.ndim == 3:  # one angle per position or sample, the same for all heads
-        cos_TA, sin_TA = cos_TA.unsqueeze(-2 if heads == 2 else 1), sin_TA.unsqueeze(-2 if heads == 2 else 1)
-    half = cos_TA.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    turned = (first * cos_TA - second * sin_TA, second * cos_TA + first * sin_TA)
-    return torch.cat([*(t.to(x.dtype) for t in turned), rest], dim=-1)
+def rotate(x_BTHC: Tensor, cos_TA: Tensor, sin_TA: Tensor) -> Tensor:
+    """Rotate the first 2·A channels of each head by angles (T, A) or (B, T, A), the same for all heads."""
+    cos, sin, half = cos_TA.unsqueeze(-2), sin_TA.unsqueeze(-2), cos_TA.shape[-1]
+    first, second, rest = x_BTHC.split([half, half, x_BTHC.shape[-1] - 2 * half], dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([*(part.to(x_BTHC.dtype) for part in rotated), rest], dim=-1)

@@ -1,4 +1,4 @@
-"""What a layout needs before it runs, and which layout to choose: the peak of memory per GPU, and the time of a step.
+"""What a layout will need, and which layout to choose: the peak of memory per GPU, and the time of a step.
 
 Unusual: memory is an estimate from what autograd keeps of each layer (within 15 % of what was measured); the time is
 rough, from traffic.py's bytes and three round figures of hardware, and only sorts layouts.
@@ -18,7 +18,7 @@ from tokenformer.parallel.traffic import TIMES, WIDTH, Cut, Part, Rank, sent, si
 
 LOGIT = 12  # bytes of one logit in the backward pass of the loss: its logarithm, two gradients, all fp32
 MUON = 28  # bytes of one number while Muon updates it: gradient, momentum, direction, move, some of them twice
-FLOPS, NEAR, FAR = 4e14, 3e11, 4e10  # a GPU's in a second; bytes inside a node and between nodes: to compare layouts
+FLOPS, NEAR, FAR = 4e14, 3e11, 4e10  # per second: FLOPs of a GPU, bytes inside a node, bytes between nodes
 KEPT = {  # per score: bytes in fp32, numbers in the compute type; bytes per row of a Pattention; numbers in backward
     "op by op": (8, 1, 0, 9),
     "compiled": (0, 2, 0, 2),  # scores and Θ
@@ -29,7 +29,7 @@ KEPT = {  # per score: bytes in fp32, numbers in the compute type; bytes per row
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one layout needs on its fullest rank: bytes of memory by what they hold, bytes sent in a step by why."""
+    """What one layout needs on its fullest rank: bytes of memory by what they hold, bytes sent per step by purpose."""
 
     degrees: Degrees
     micro_batch: int
@@ -47,7 +47,7 @@ class Estimate:
 
 
 def estimate(config: Config | Cut, d: Degrees, per_node: int = 8) -> Estimate:
-    """Memory and traffic of a layout with the config's batch.
+    """Estimate the memory and traffic of a layout with the config's batch.
 
     >>> from tokenformer.config import load
     >>> one = estimate(load("lm/150m", overrides=["batch=8", "micro_batch=8"]), Degrees())
@@ -65,15 +65,14 @@ def estimate(config: Config | Cut, d: Degrees, per_node: int = 8) -> Estimate:
     compute = tokens * cost(cut.model).training_flops(cut.model.context) / d.world / FLOPS
     compute *= 4 / 3 if cut.config.train.activation_checkpointing == "full" else 1
     compute *= 1 + (d.pipeline - 1) / steps  # ranks of a pipeline wait for the first and the last
-    reach = {"token": d.token, "shard": d.token * d.shard, "data": d.world // d.pipeline}
-    far = {"token": "token", "statistics": "token", "gather": "shard", "reduce": "shard", "replicate": "data"}
-    far |= {"muon": "data"}
-    slow = {why: FAR if reach.get(far.get(why, ""), d.world) > per_node else NEAR for why in most_sent}
+    shard, data = d.token * d.shard, d.world // d.pipeline  # neighbours that a message stays among
+    reach = {"token": d.token, "statistics": d.token, "gather": shard, "reduce": shard, "replicate": data, "muon": data}
+    slow = {why: FAR if reach.get(why, d.world) > per_node else NEAR for why in most_sent}
     return Estimate(d, micro, held, most_sent, compute + sum(n / slow[why] for why, n in most_sent.items()))
 
 
 def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
-    """The peak of a rank by what it holds: what stays, and the fullest moment of a step."""
+    """Return the peak of a rank by what it holds: what stays, and the fullest moment of a step."""
     config, model, t = cut.config, cut.model, cut.config.train
     c, token, (micro, steps) = WIDTH[t.precision], cut.fullest(d.token), cut.batches(d)
     held = cut.stages(d, pipeline)
@@ -111,14 +110,14 @@ def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
 
 
 def _stacked(cut: Cut, d: Degrees, held: list[tuple[int, list[Part], Part]]) -> int:
-    """Numbers that Muon works on at once: matrices of one shape, up to a limit."""
+    """Return how many numbers Muon works on at once: matrices of one shape, up to a limit."""
     units = count_alike([block for _, blocks, _ in held for block in blocks], cut.config.optimizer.segments == "joint")
     sizes = [(sum(math.prod(split.shape) for split in splits), n) for splits, n in units.items()]
     return max(max(one, min(n * one, STACK)) for one, n in sizes) // (d.shard * d.token)
 
 
 def in_flight(d: Degrees, schedule: str, pipeline: int, steps: int) -> float:
-    """Micro-batches whose activations a pipeline rank holds at once."""
+    """Return how many micro-batches' activations a pipeline rank holds at once."""
     if d.pipeline == 1 or schedule == "gpipe":
         return 1 if d.pipeline == 1 else steps
     if schedule == "1f1b":
@@ -127,7 +126,7 @@ def in_flight(d: Degrees, schedule: str, pipeline: int, steps: int) -> float:
 
 
 def row_bytes(model: ModelConfig, token: int, c: int, compiled: bool, recompute: str) -> tuple[float, float, float]:
-    """Of one row in one block: scores and the rest that autograd keeps, and what its backward has at once besides."""
+    """Return the bytes of one row in one block: scores and the rest that autograd keeps, and what backward adds."""
     d, kv = model.dim, (model.kv_heads or model.heads) * model.head_dim
     stream = c * (7 * d + (d + 2 * kv) / token) + 4 * model.heads / token  # norms, attention, their outputs
     if model.kind != "tokenformer":
@@ -146,7 +145,7 @@ def row_bytes(model: ModelConfig, token: int, c: int, compiled: bool, recompute:
 
 
 def layouts(cut: Cut, gpus: int, per_node: int = 8) -> Iterator[Degrees]:
-    """Every layout that the model and the batch allow: token degrees stay inside a node."""
+    """Yield every layout that the model and the batch allow; a token degree stays inside a node."""
 
     def divisors(n: int, most: int) -> list[int]:
         return [i for i in range(1, min(n, most) + 1) if n % i == 0]
@@ -166,7 +165,7 @@ def layouts(cut: Cut, gpus: int, per_node: int = 8) -> Iterator[Degrees]:
 def choose(
     config: Config, gpus: int, room: float, per_node: int = 8, fixed: Mapping[str, int | None] | None = None
 ) -> tuple[list[Estimate], Estimate | None]:
-    """All estimates, the fastest first, and the first that fits with a tenth of the memory to spare.
+    """Return all estimates, the fastest first, and the first that fits with a tenth of the memory to spare.
 
     `fixed`: degrees by name that are decided already; -1 and None leave one open.
     """
@@ -174,10 +173,8 @@ def choose(
     wanted = {name: n for name, n in (fixed or {}).items() if n not in (None, -1)}
     found = layouts(cut, gpus, per_node)
     every = [estimate(cut, d, per_node) for d in found if all(getattr(d, name) == n for name, n in wanted.items())]
-    if not every and wanted:
-        named = " and ".join(f"parallel.{name}={n}" for name, n in wanted.items())
-        raise UserError(f"no layout of {gpus} GPUs has {named} and divides the batch of {config.batch}: change one")
     if not every:
-        raise UserError(f"no layout of {gpus} GPUs divides the batch of {config.batch}: give another batch")
+        named = "".join(f"has parallel.{name}={n} and " for name, n in wanted.items())
+        raise UserError(f"no layout of {gpus} GPUs {named}divides the batch of {config.batch}: change one of them")
     every.sort(key=lambda e: (e.seconds, e.degrees.token, e.total))
     return every, next((e for e in every if e.total <= 0.9 * room), None)

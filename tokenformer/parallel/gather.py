@@ -1,4 +1,4 @@
-"""Matrices that lie in parts on many ranks: gather each on one owner, solve it there, scatter the result back.
+"""Matrices that are split over many ranks: gather each on one owner, solve it there, scatter the result back.
 
 This is what an optimizer needs whose update is not elementwise (Muon). Matrices that are solved as one are a unit:
 each matrix by itself, or the segments of a projection, whose rows make one matrix.
@@ -20,7 +20,7 @@ STACK = 1 << 26  # numbers that are solved at once on one rank
 
 
 def units(names: Iterable[Name], joint: bool) -> list[list[str]]:
-    """The matrices that are solved as one; `joint`: the segments of a projection together."""
+    """Group the matrices that are solved as one; `joint`: the segments of a projection together."""
     found: dict[str, list[str]] = {}
     for name in names:
         first = name._replace(segment=0) if joint and name.token else name
@@ -29,7 +29,7 @@ def units(names: Iterable[Name], joint: bool) -> list[list[str]]:
 
 
 def count_alike(blocks: Iterable[dict[Name, Split]], joint: bool) -> Counter[tuple[Split, ...]]:
-    """How many units there are that are cut alike."""
+    """Count the units that are split alike."""
     found: Counter[tuple[Split, ...]] = Counter()
     for block in blocks:
         splits = {name.text: split for name, split in block.items() if name.role.matrix}
@@ -40,9 +40,9 @@ def count_alike(blocks: Iterable[dict[Name, Split]], joint: bool) -> Counter[tup
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """Which rank of those that hold these blocks solves which unit, and which part of a unit each of them holds.
+    """Which of the ranks that hold these blocks solves which unit, and which part of a unit each of them holds.
 
-    Unit i is solved by rank i, round and round; copies of the model take turns too. All units are cut alike.
+    Units go to the ranks in turn, across all copies of the model. All units are split alike.
     """
 
     splits: Sequence[Split]
@@ -74,7 +74,7 @@ class Owners:
 def solve_whole(
     parts: Sequence[Sequence[Tensor]], splits: Sequence[Split], place: Place, solve: Callable[[Tensor], Tensor]
 ) -> list[list[Tensor]]:
-    """Each unit, given by this rank's parts of its matrices → what `solve` makes of the whole, as parts again."""
+    """Solve each unit as a whole, from this rank's parts of its matrices to this rank's parts of the solution."""
     owners, like = Owners(splits, place, len(parts)), parts[0][0]
     wholes = assemble(send_to_owners(parts, owners), owners, like)
     solved = solve(torch.stack(wholes)).to(like.dtype) if wholes else like.new_zeros(0)
@@ -82,7 +82,7 @@ def solve_whole(
 
 
 def send_to_owners(parts: Sequence[Sequence[Tensor]], owners: Owners) -> list[Tensor]:
-    """An owner gets the parts of its units from its own copy of the model. → what each rank sent here, flat."""
+    """Send each part to the owner of its unit in the same copy of the model. Return what each rank sent here, flat."""
     out = [
         [part.reshape(-1) for unit in owners.units_of(rank) for part in parts[unit]] if owners.near(rank) else []
         for rank in owners.ranks
@@ -93,7 +93,7 @@ def send_to_owners(parts: Sequence[Sequence[Tensor]], owners: Owners) -> list[Te
 
 
 def assemble(received: Sequence[Tensor], owners: Owners, like: Tensor) -> list[Tensor]:
-    """The units of this rank, whole: the rows of their matrices one after another."""
+    """Put the units of this rank together: the rows of their matrices one after another."""
     wholes = [[like.new_zeros(split.shape) for split in owners.splits] for _ in owners.units_of(owners.own)]
     for rank in filter(owners.near, owners.ranks):
         boxes = owners.boxes(rank)
@@ -105,7 +105,7 @@ def assemble(received: Sequence[Tensor], owners: Owners, like: Tensor) -> list[T
 
 
 def send_back(solved: Sequence[Tensor], owners: Owners, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Every rank of every copy gets its parts of all units."""
+    """Send every rank of every copy its parts of all units."""
     matrices = [unit.split([split.shape[0] for split in owners.splits]) for unit in solved]
     out = [
         [matrix[box].reshape(-1) for unit in matrices for matrix, box in zip(unit, owners.boxes(rank), strict=True)]
@@ -119,7 +119,7 @@ def send_back(solved: Sequence[Tensor], owners: Owners, parts: Sequence[Sequence
 
 
 def _all_to_all(out: list[list[Tensor]], sizes: list[int], like: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """What every rank had for this one, flat."""
+    """Exchange flat tensors with every rank; return what each had for this one."""
     flat = [torch.cat(parts) if parts else like.new_empty(0) for parts in out]
     received = like.new_empty(sum(sizes))
     dist.all_to_all_single(received, torch.cat(flat), sizes, [len(f) for f in flat], group=group)

@@ -1,11 +1,12 @@
-"""Which part of each parameter lies on which rank; cut a whole into parts, gather the parts.
+"""Which part of each parameter lies on which rank; how a whole is cut into parts and gathered from them.
 
 Unusual: the optimizer, the norm and the checkpoint see plain local tensors and a box, the part's place in the whole; no
-DTensor leaves this file. A part is cut twice: by the token degree along one dimension, then by FSDP along the first.
+DTensor leaves this file. A parameter is split by the token degree along one dimension, then by FSDP along the first.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,21 +26,21 @@ Box = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A whole parameter's shape, and where the token degree cuts it (`cuts`: each rank's first row, and the end)."""
+    """A whole parameter's shape, and where the token degree splits it (`cuts`: each rank's first row, and the end)."""
 
     shape: tuple[int, ...]
     dim: int | None = None
     cuts: tuple[int, ...] = ()
 
     def local(self, token: int) -> tuple[int, ...]:
-        """The shape of a token rank's part."""
+        """Return the shape of a token rank's part."""
         shape = list(self.shape)
         if self.dim is not None:
             shape[self.dim] = self.cuts[token + 1] - self.cuts[token]
         return tuple(shape)
 
     def box(self, token: int, shard: int, shards: int) -> Box:
-        """The part that a rank holds.
+        """Return the part that a rank holds.
 
         >>> Split((10, 4), 0, (0, 5, 10)).box(token=1, shard=0, shards=2)
         (slice(5, 8, None), slice(0, 4, None))
@@ -54,7 +55,7 @@ class Split:
 
 
 def rows(n: int, rank: int, ranks: int) -> tuple[int, int]:
-    """First and last row of a rank, cut as FSDP cuts: equal parts, the last ones shorter or empty.
+    """Return a rank's first row and the one after its last, as FSDP splits: equal parts, the last shorter or empty.
 
     >>> [rows(10, r, 4) for r in range(4)]
     [(0, 3), (3, 6), (6, 9), (9, 10)]
@@ -64,14 +65,11 @@ def rows(n: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def volume(box: Box) -> int:
-    count = 1
-    for side in box:
-        count *= side.stop - side.start
-    return count
+    return math.prod(side.stop - side.start for side in box)
 
 
 class Part(Tensor):
-    """A local tensor as DCP sees it: one chunk of a whole, whose shape it shows. It computes nothing."""
+    """A local tensor as DCP sees it: one chunk of a whole, with the whole's shape. It cannot be computed with."""
 
     tensor: Tensor
     box: Box
@@ -84,7 +82,7 @@ class Part(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:  # pyrefly: ignore
-        raise TypeError(f"{func} of a part: it is only written and read")
+        raise TypeError(f"{func} of a part: parts are only written and read")
 
     def contiguous(self, *_args: Any, **_kwargs: Any) -> "Part":
         return Part(self.tensor.contiguous(), self.shape, self.box)
@@ -124,8 +122,9 @@ class Layout:
         holders: Mapping[str, int] | None = None,
         pipeline: Any = None,
     ) -> None:
-        """`parts` are this rank's stages of a pipeline, `holders` the pipeline rank of each parameter. Without a
-        place the model is whole in this process.
+        """Without a place the model is whole in this process.
+
+        `parts` are this rank's stages of a pipeline, `holders` the pipeline rank of each parameter.
         """
         self.place = place = place or Place(ParallelConfig())
         self.model, self.holders, self.pipeline = model, dict(holders or {}), pipeline
@@ -139,7 +138,7 @@ class Layout:
         self.numbers = {name for name, p in own.items() if not p.ndim}  # which FSDP does not split: on every rank
 
     def freeze(self, names: Collection[str]) -> None:
-        """These parameters do not learn from now on; all others do."""
+        """Freeze these parameters and no others."""
         for name, parameter in (*self.own.items(), *self.named.items()):
             parameter.requires_grad_(name not in names)
 
@@ -150,14 +149,14 @@ class Layout:
             if plain is not parameter:
                 gradient = parameter.grad
                 plain.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        for name in self.tied_ends:  # what it got as an embedding, and as a head
+        for name in self.tied_ends:  # its gradient as an embedding plus that as a head
             if (gradient := self.named[name].grad) is not None:
                 dist.all_reduce(gradient, group=self.place.groups["ends"])
         for name in self.numbers:
             if (gradient := self.named[name].grad) is not None:
                 self.place.sum(gradient)
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         for parameter in self.own.values():
             parameter.grad = None
 
@@ -171,26 +170,24 @@ class Layout:
         return self.place.sum(own.to(device).square(), "copy").sqrt()
 
     def _counts(self, name: str) -> bool:
-        """A part that several ranks hold counts on the first of them."""
+        """Tell whether this rank counts a part in the norm: the first of the ranks that hold it does."""
         if name in self.numbers:
             return self.place.shard == 0 and self.place.token == 0
         return name not in self.held_earlier and (self.splits[name].dim is not None or self.place.token == 0)
 
-    def box_of(self, split: Split) -> Box:
+    def box(self, split: Split) -> Box:
+        """Return this rank's part of a parameter that is split like this."""
         return split.box(self.place.token, self.place.shard, self.place.degrees.shard)
 
-    def box(self, name: str) -> Box:
-        return self.box_of(self.splits[name])
-
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter."""
-        return whole[self.box(name)] if whole.ndim else whole
+        """Cut this rank's part out of a whole parameter."""
+        return whole[self.box(self.splits[name])] if whole.ndim else whole
 
     def part(self, name: str, tensor: Tensor) -> Any:
-        """What DCP writes of a parameter, or of a tensor like it; a number stays what it is."""
+        """Return what DCP writes of a parameter, or of a tensor like it; a single number is written as it is."""
         if self.place.alone or not tensor.ndim:
             return tensor.detach()
-        return Part(tensor.detach(), self.splits[name].shape, self.box(name))
+        return Part(tensor.detach(), self.splits[name].shape, self.box(self.splits[name]))
 
     def parts(self) -> dict[str, Any]:
         return {name: self.part(name, parameter) for name, parameter in self.named.items()}
@@ -198,7 +195,7 @@ class Layout:
     def whole(self, name: str, tensor: Tensor | None, number: bool = False) -> Tensor:
         """Gather all parts of a parameter (or of a tensor like it) on every rank. Every rank must call this."""
         if tensor is not None:
-            tensor = self._whole(name, tensor.detach())
+            tensor = self._gather(name, tensor.detach())
         if name not in self.holders:
             assert tensor is not None
             return tensor
@@ -210,7 +207,7 @@ class Layout:
         dist.broadcast(tensor, group=self.place.groups["pipeline"], group_src=self.holders[name])
         return tensor
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+    def _gather(self, name: str, tensor: Tensor) -> Tensor:
         if self.place.alone or not tensor.ndim:
             return tensor
         split, d = self.splits[name], self.place.degrees
@@ -231,20 +228,14 @@ class Layout:
         return {kind: self.whole(name, entry.get(kind), number=kind == "step") for kind in kinds[0]}
 
 
-class Wholes(Mapping[str, Tensor]):
-    """Whole parameters, gathered when they are asked for, by all ranks in the same order."""
+class Wholes(dict[str, Tensor]):
+    """Whole parameters by name, gathered when they are asked for, by all ranks in the same order. None is kept."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __missing__(self, name: str) -> Tensor:
         return self.layout.whole(name, self.layout.named.get(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layout.splits)
-
-    def __len__(self) -> int:
-        return len(self.layout.splits)
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:

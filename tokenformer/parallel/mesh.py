@@ -1,6 +1,6 @@
-"""Which rank has which place: degrees from the config → a DeviceMesh, checked before any process group starts.
+"""The place of each rank: degrees from the config → a DeviceMesh, checked before any process group starts.
 
-Unusual: one process has a place too, with every degree 1 and no mesh, so that callers have no second path.
+Unusual: a single process has a place too, with every degree 1 and no mesh, so that callers need no second path.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tokenformer.config import ModelConfig, ParallelConfig
+from tokenformer.config import PROJECTIONS, ModelConfig, ParallelConfig
 from tokenformer.config_train import DEGREES
 from tokenformer.errors import UserError
 from tokenformer.strict import need
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Degrees:
-    """How many ranks each way of splitting has."""
+    """How many ranks each kind of parallelism has."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -46,7 +46,7 @@ class Degrees:
 
 
 def degrees(config: ParallelConfig, world: int) -> Degrees:
-    """Return the four degrees, the one that was left open filled in. Refuse them where their product is not the world.
+    """Return the four degrees, with the open one filled in. Refuse them if their product is not the world size.
 
     >>> degrees(ParallelConfig(shard=-1, token=2), 8)
     Degrees(pipeline=1, replicate=1, shard=4, token=2)
@@ -76,16 +76,16 @@ def stages(d: Degrees, config: ParallelConfig) -> int:
 
 
 def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
-    """Refuse a model that cannot be laid out like this."""
-    if model.of != "language" or model.trunks:
-        need(
-            d.pipeline * d.token == 1,
-            f"parallel.pipeline is {d.pipeline} and parallel.token {d.token}, but both are for language models alone: "
-            "leave them out, and use parallel.shard or parallel.replicate",
-        )
+    """Refuse a model that cannot be split like this."""
+    if d.pipeline * d.token == 1:
         return
     need(
-        not model.switch_names() or d.pipeline * d.token == 1,
+        model.of == "language" and not model.trunks,
+        f"parallel.pipeline is {d.pipeline} and parallel.token {d.token}, but both are for language models alone: "
+        "leave them out, and use parallel.shard or parallel.replicate",
+    )
+    need(
+        not model.switch_names(),
         "the model has switches (model.switch), which neither parallel.pipeline nor parallel.token knows: "
         "use parallel.shard or parallel.replicate",
     )
@@ -101,30 +101,27 @@ def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
             heads % d.token == 0,
             f"parallel.token is {d.token}, which does not divide model.{name} {heads}: give a divisor of it",
         )
-    if d.token > 1 and model.kind == "tokenformer":
-        for layer in range(model.layers):
-            for which in ("qkv", "proj", "ffn"):
-                sizes = [n for n, _ in model.segments(which, layer)]
-                if config.segments == "per-rank":
-                    need(
-                        len(sizes) >= d.token,
-                        f"parallel.segments is per-rank, but {which} of layer {layer} has {len(sizes)} segments for "
-                        f"{d.token} ranks: split them, or give fewer ranks",
-                    )
-                else:
-                    need(
-                        min(sizes) >= d.token,
-                        f"parallel.token is {d.token}, but a segment of {which} in layer {layer} has {min(sizes)} "
-                        "parameter tokens: give at most as many ranks",
-                    )
+    for layer in range(model.layers) if model.kind == "tokenformer" else ():
+        for which in PROJECTIONS:
+            sizes = [n for n, _ in model.segments(which, layer)]
+            need(
+                config.segments != "per-rank" or len(sizes) >= d.token,
+                f"parallel.segments is per-rank, but {which} of layer {layer} has {len(sizes)} segments for "
+                f"{d.token} ranks: split them, or give fewer ranks",
+            )
+            need(
+                config.segments == "per-rank" or min(sizes) >= d.token,
+                f"parallel.token is {d.token}, but a segment of {which} in layer {layer} has {min(sizes)} "
+                "parameter tokens: give at most as many ranks",
+            )
     need(
-        model.vocab >= d.token and model.mlp_dim >= d.token,
+        min(model.vocab, model.mlp_dim) >= d.token,
         f"parallel.token is {d.token}, more than the vocabulary has rows: give fewer ranks",
     )
 
 
 class Place:
-    """Where this process stands in the mesh, by the environment that torchrun sets. `start` opens the process group."""
+    """This process's place in the mesh, from the environment that torchrun sets. `start` opens the process group."""
 
     def __init__(self, config: ParallelConfig) -> None:
         self.config = config
@@ -136,7 +133,7 @@ class Place:
         self.pipeline, self.replicate = divmod(rest, d.replicate)
         self.data_rank, self.data_world = self.replicate * d.shard + self.shard, d.replicate * d.shard
         self.mesh: DeviceMesh | None = None
-        self.began = False
+        self.opened_group = False
         self.groups: dict[str, dist.ProcessGroup] = {}
 
     @property
@@ -145,7 +142,7 @@ class Place:
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Whether this rank prints and writes for all."""
         return self.rank == 0
 
     def device(self, kind: torch.device) -> torch.device:
@@ -157,7 +154,7 @@ class Place:
         return torch.device("cuda", local)
 
     def start(self, device: torch.device) -> None:
-        """Open the process group and lay the mesh over it, unless that was done already."""
+        """Open the process group and make the mesh, unless that was done already."""
         if self.alone or self.mesh is not None:
             return
         if device.type == "cuda":
@@ -166,7 +163,7 @@ class Place:
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=wait)
-            self.began = True
+            self.opened_group = True
         shape = tuple(getattr(self.degrees, name) for name in DEGREES)
         self.mesh = mesh = init_device_mesh(device.type, shape, mesh_dim_names=DEGREES)
         many = {"data": ("replicate", "shard"), "copy": ("pipeline", "shard", "token"), "stage": DEGREES[1:]}
@@ -174,66 +171,69 @@ class Place:
             self.groups[name] = mesh.get_group(name)
         for name, parts in many.items():
             self.groups[name] = mesh[parts]._flatten(name).get_group()
-        if self.degrees.pipeline > 1:  # a tied embedding lives on both ends
+        if self.degrees.pipeline > 1:  # the first and the last stage both hold a tied embedding
             each = self.world // self.degrees.pipeline
             pairs = [[rank, self.world - each + rank] for rank in range(each)]
             ends, _ = dist.new_subgroups_by_enumeration(pairs, timeout=wait)
             if isinstance(ends, dist.ProcessGroup):
                 self.groups["ends"] = ends
-        for name in ("files", "host"):  # for the thread that writes; for what hosts agree on, off the device
+        for name in ("files", "host"):  # for the thread that writes checkpoints; for numbers that need no device
             self.groups[name] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=wait))
 
     def sum(self, tensor: torch.Tensor, over: str = "data") -> torch.Tensor:
-        """All-reduce a sum in place, over the ranks that saw other data (or another group)."""
+        """All-reduce a sum in place, over the ranks that see different data (or another group)."""
         if not self.alone:
             dist.all_reduce(tensor, group=self.groups[over])
         return tensor
 
-    def agree(self, number: int) -> int:
-        """Return the largest of all ranks' numbers, on every rank, by way of the host: no device is read."""
+    def max(self, number: int) -> int:
+        """All-reduce a maximum over all ranks, on the host: no device is read."""
         if self.alone:
             return number
         value = torch.tensor(number)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self.groups["host"])
         return int(value)
 
-    def meet(self, group: str = "host") -> None:
+    def barrier(self, group: str = "host") -> None:
         """Wait for all ranks of a group."""
         if not self.alone:
             dist.barrier(group=self.groups[group])
 
-    def first_does(self, do: Callable[[], T]) -> T:
-        """Return on every rank what the first one got from `do`. What was refused there is raised on all of them."""
+    def run_on_first(self, do: Callable[[], T]) -> T:
+        """Run `do` on the first rank and return its result on every rank. What it refuses is raised on all of them."""
         if self.alone:
             return do()
-        told: list = [None, None]
+        message: list = [None, None]  # the result; the sentence of a UserError, or the arguments of an OSError
         if self.first:
             try:
-                told[0] = do()
+                message[0] = do()
             except UserError as error:
-                told[1] = str(error)
+                message[1] = str(error)
             except OSError as error:
-                told[1] = (error.errno, error.strerror)
-        dist.broadcast_object_list(told, src=0, group=self.groups["files"])
-        if told[1] is not None:
-            self.meet("files")  # the first one stays until all have heard it
-            raise UserError(told[1]) if isinstance(told[1], str) else OSError(*told[1])
-        return told[0]
+                message[1] = (error.errno, error.strerror)
+        dist.broadcast_object_list(message, src=0, group=self.groups["files"])
+        result, failure = message
+        if failure is not None:
+            self.barrier("files")  # the first one stays until all have received it
+            raise UserError(failure) if isinstance(failure, str) else OSError(*failure)
+        return result
 
     def leave(self) -> None:
         """Close the process group that `start` opened, after the last collective."""
-        if self.began:
-            self.meet()
+        if self.opened_group:
+            self.barrier()
             dist.destroy_process_group()
 
 
 LOST = ("imed out", "imeout", "Connection closed", "Connection reset", "Connection refused", "Broken pipe")
+FAILURE = "tokenformer failure"  # what a rank that fails alone leaves in the job's store
 
 
 def run_rank(run: Callable[[], signal.Signals | None]) -> int:
-    """Run this rank's part of a job and return its exit code. A rank of many ends its process right here: one that had
+    """Run this rank's part of a job and return its exit code; each rank says what went wrong with it.
 
-    a mesh over gloo may abort while Python takes it down, though all went well. Each rank says what went wrong with it.
+    A rank of many ends its process right here: one that had a mesh over gloo may abort while Python shuts down, though
+    all went well.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         stop = run()
@@ -244,12 +244,17 @@ def run_rank(run: Callable[[], signal.Signals | None]) -> int:
         code = 0  # also when it was asked to stop: torchrun would start it again
     except UserError as error:
         print(f"tokenformer: {error}", file=sys.stderr)
+        with contextlib.suppress(Exception):  # where there is a store, and it can be reached
+            dist.distributed_c10d._get_default_store().set(FAILURE, f"{rank} failed: {error}")
         code = 2
     except Exception as error:
         if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
-            said = str(error).strip().splitlines()[0]
             why = "another rank failed (it says why), the network died, or parallel.timeout is too short"
-            print(f"{rank} lost the others: {why}; go on with --resume. PyTorch says: {said}", file=sys.stderr)
+            said = str(error).strip().splitlines()[0]
+            lost = f"{rank} lost the others: {why}; go on with --resume. PyTorch says: {said}"
+            if (failure := failure_of_another(error)) is not None:
+                code, lost = 2, f"tokenformer: {failure}"
+            print(lost, file=sys.stderr)
             kill_stuck_launcher()
         else:
             print(f"{rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
@@ -259,8 +264,18 @@ def run_rank(run: Callable[[], signal.Signals | None]) -> int:
     os._exit(code)
 
 
+def failure_of_another(error: RuntimeError) -> str | None:
+    """Return the sentence of a rank that failed alone, from the job's store; None if it left none."""
+    if "imed out" in str(error):
+        return None  # the network may be dead, and the store would not answer either
+    with contextlib.suppress(Exception):  # the store went with its rank
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(FAILURE).decode() if store.check([FAILURE]) else None
+    return None
+
+
 def kill_stuck_launcher(seconds: int = 10) -> None:
-    """Kill the torchrun that started this rank where it does not notice, within some seconds, that the rank has ended.
+    """Kill the torchrun that started this rank if it does not notice, within some seconds, that the rank has ended.
 
     torchrun waits without end for a rendezvous on a host that is out of reach, and so does not see its workers die.
     """

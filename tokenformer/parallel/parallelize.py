@@ -1,4 +1,4 @@
-"""Config → model on the meta device → laid over the ranks: token → pipeline → per-block wrapping → values → shard.
+"""Config → model on the meta device → split over the ranks: token → pipeline → per-block wrapping → values → shard.
 
 Unusual: a block is made, filled with this rank's part of each whole parameter and sharded before the next one is made,
 so that no rank ever holds more than its share and one block.
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as register_forw
 from tokenformer.config import ModelConfig
 from tokenformer.parallel.layout import Layout, Split
 from tokenformer.parallel.mesh import Place
-from tokenformer.parallel.pipeline import Pipeline, cut, holders
+from tokenformer.parallel.pipeline import Pipeline, make_stages, pipeline_ranks
 from tokenformer.parallel.tokens import split_tokens
 
 Build = Callable[[ModelConfig], Any]  # config → model
@@ -24,14 +24,14 @@ Wrap = Callable[[nn.Module], None]  # what is done to each block before it is sh
 
 
 class Parallelizer:
-    """Lays out every model of a run: the first one, the one of a checkpoint, and those that grow from it."""
+    """Splits every model of a run over the ranks: the first, that of a checkpoint, and those that grow from it."""
 
     def __init__(self, build: Build, place: Place, device: torch.device, dtype: torch.dtype | None, wrap: Wrap) -> None:
-        """`dtype` is what the models compute in; None: in that of their parameters."""
+        """`dtype` is what the models compute in; None: the type of their parameters."""
         self.build, self.place, self.device, self.dtype, self.wrap = build, place, device, dtype, wrap
 
     def make(self, config: ModelConfig, values: Values | None) -> Layout:
-        """Return the model of a config, laid over the ranks. Without `values` they come later (from a checkpoint)."""
+        """Make the model of a config, split over the ranks. Without `values` they come later (from a checkpoint)."""
         place = self.place
         with torch.device("meta"):
             model = self.build(config)
@@ -45,22 +45,22 @@ class Parallelizer:
         if place.degrees.token > 1:
             splits = split_tokens(model, place)
         if place.degrees.pipeline > 1:
-            held, parts = holders(model, place), cut(model, place)
+            holders, parts = pipeline_ranks(model, place), make_stages(model, place)
             for part in parts:
-                self._lay(part, splits, values)
-            return Layout(parts[0], place, splits, parts, held, Pipeline(parts, place, self.device))
-        self._lay(model, splits, values)
+                self._fill_and_shard(part, splits, values)
+            return Layout(parts[0], place, splits, parts, holders, Pipeline(parts, place, self.device))
+        self._fill_and_shard(model, splits, values)
         return Layout(model, place, splits)
 
     def wrap_in_place(self, model: Any) -> Layout:
-        """Return the layout of a model that has its values, in one process."""
+        """Wrap the blocks of a model that has its values, in one process."""
         for trunk in model.trunks().values():
             for block in trunk.blocks:
                 self.wrap(block)
         return Layout(model, self.place)
 
-    def _lay(self, model: Any, splits: dict[str, Split], values: Values | None) -> None:
-        """Each block of each trunk, then what lies outside the blocks, which the root holds."""
+    def _fill_and_shard(self, model: Any, splits: dict[str, Split], values: Values | None) -> None:
+        """Fill and shard each block of each trunk, then what lies outside the blocks, which the root holds."""
         inside: set[nn.Module] = set()
         for prefix, trunk in model.trunks().items():
             for name, block in trunk.blocks.named_children():
@@ -80,7 +80,7 @@ class Parallelizer:
 def fill(
     module: nn.Module, prefix: str, splits: dict[str, Split], place: Place, values: Values | None, recurse: bool = True
 ) -> None:
-    """Give each parameter its part of the whole (as the token degree cuts it; FSDP has not cut yet)."""
+    """Give each parameter its part of the whole, as the token degree splits it; FSDP comes later."""
     if values is None:
         return
     for name, parameter in module.named_parameters(recurse=recurse):
@@ -89,11 +89,10 @@ def fill(
 
 
 def shard(module: nn.Module, place: Place, dtype: torch.dtype | None, root: bool = False) -> None:
-    """FSDP2 over the ranks that see other data: split over `shard`, copied over `replicate`, gradients summed.
+    """Apply FSDP2 over the ranks that see different data: shard, replicate, sum gradients.
 
-    Blocks are gathered in the type they compute in, which is what they would be cast to; what the root holds is not.
-    FSDP splits neither single numbers (every rank holds them, and `Layout` sums their gradients) nor the empty parts of
-    segments that are whole elsewhere.
+    Blocks are gathered in the type they compute in; what the root holds is not. FSDP shards neither single numbers
+    (every rank holds them, and `Layout` sums their gradients) nor the empty parts of segments that are whole elsewhere.
     """
     c, d, mesh = place.config, place.degrees, place.mesh
     assert mesh is not None
@@ -101,7 +100,7 @@ def shard(module: nn.Module, place: Place, dtype: torch.dtype | None, root: bool
         return
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if c.offload else OffloadPolicy()
-    laid = fully_shard(
+    sharded = fully_shard(
         module,
         mesh=mesh["replicate", "shard"] if d.replicate > 1 else mesh["shard"],
         reshard_after_forward=c.reshard_after_forward and not root,
@@ -109,8 +108,8 @@ def shard(module: nn.Module, place: Place, dtype: torch.dtype | None, root: bool
         offload_policy=offload,
         ignored_params={p for p in module.parameters() if not p.ndim or not p.numel()},
     )
-    assert isinstance(laid, FSDPModule)
-    laid.set_gradient_divide_factor(1.0)
-    laid.set_force_sum_reduction_for_comms(True)
+    assert isinstance(sharded, FSDPModule)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
     for name in getattr(module, "entries", ()):  # other methods than forward by which a task enters the model
         register_forward(module, name)

@@ -1,7 +1,7 @@
-"""Pipeline stages by block: a rank holds some of the blocks, the first one the embedding, the last one the head.
+"""Pipeline stages: a rank holds some of the blocks, the first one the embedding, the last one the head.
 
-Unusual: a stage is the model itself without the blocks of others, so names stay; a tied embedding lives on both ends,
-and its two gradients are added. The schedules are PyTorch's own.
+Unusual: a stage is the model itself without the blocks of others, so names stay; a tied embedding is held by the first
+and the last stage, and its two gradients are added. The schedules are PyTorch's own.
 """
 
 import copy
@@ -34,33 +34,33 @@ class Stage(LanguageModel):
         return self.loss(x, labels)[0][None]
 
 
-def layers_of(number: int, layers: int, every: int) -> range:
-    """The blocks of stage `number` of `every`.
+def layers_of(number: int, layers: int, count: int) -> range:
+    """Return the layers of stage `number` of `count`.
 
     >>> [list(layers_of(n, 5, 2)) for n in range(2)]
     [[0, 1], [2, 3, 4]]
     """
-    return range(number * layers // every, (number + 1) * layers // every)
+    return range(number * layers // count, (number + 1) * layers // count)
 
 
-def holders(model: LanguageModel, place: Place) -> dict[str, int]:
+def pipeline_ranks(model: LanguageModel, place: Place) -> dict[str, int]:
     """Return the pipeline rank that holds each parameter (of two, the first)."""
-    every, embedding, found = stages(place.degrees, place.config), set(model.embedding.parameters()), {}
-    stage_of = {layer: number for number in range(every) for layer in layers_of(number, model.config.layers, every)}
+    count, embedding, found = stages(place.degrees, place.config), set(model.embedding.parameters()), {}
+    stage_of = {layer: number for number in range(count) for layer in layers_of(number, model.config.layers, count)}
     for name, parameter in model.named_parameters():
         layer = parse(name, model.ends).layer
-        end = 0 if parameter in embedding else every - 1
+        end = 0 if parameter in embedding else count - 1
         found[name] = (end if layer is None else stage_of[layer]) % place.degrees.pipeline
     return found
 
 
-def cut(model: LanguageModel, place: Place) -> list[LanguageModel]:
+def make_stages(model: LanguageModel, place: Place) -> list[LanguageModel]:
     """Return the stages of this rank, from a whole model on the meta device."""
-    every, found = stages(place.degrees, place.config), []
-    for number in range(place.pipeline, every, place.degrees.pipeline):
+    count, found = stages(place.degrees, place.config), []
+    for number in range(place.pipeline, count, place.degrees.pipeline):
         part: Any = copy.deepcopy(model)
-        part.edges = (number == 0, number == every - 1)
-        part.blocks = nn.ModuleDict({str(i): part.blocks[i] for i in layers_of(number, model.config.layers, every)})
+        part.edges = (number == 0, number == count - 1)
+        part.blocks = nn.ModuleDict({str(i): part.blocks[i] for i in layers_of(number, model.config.layers, count)})
         if not (part.edges[0] or (part.edges[1] and model.head is None)):
             part.embedding = None
         if not part.edges[1]:
@@ -75,13 +75,13 @@ class Pipeline:
 
     def __init__(self, parts: Sequence[LanguageModel], place: Place, device: torch.device) -> None:
         self.place, self.device, self.scale = place, device, torch.ones((), device=device)
-        self.every, self.ranks = stages(place.degrees, place.config), place.degrees.pipeline
+        self.count, self.ranks = stages(place.degrees, place.config), place.degrees.pipeline
         self.parts = {place.pipeline + i * self.ranks: cast(Stage, part) for i, part in enumerate(parts)}
         self.schedule: Any = None
 
     def _prepare(self, micro_batches: int) -> Any:
         group = self.place.groups["pipeline"]
-        parts = [PipelineStage(p, n, self.every, self.device, group=group) for n, p in self.parts.items()]
+        parts = [PipelineStage(p, n, self.count, self.device, group=group) for n, p in self.parts.items()]
         how = {"n_microbatches": micro_batches, "loss_fn": lambda out, _: out.sum() * self.scale, "scale_grads": False}
         if self.place.config.schedule == "interleaved":
             return ScheduleInterleaved1F1B(parts, **how)  # pyrefly: ignore
@@ -97,7 +97,7 @@ class Pipeline:
         more = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         ids, labels = more.pop("ids"), more["labels"]
         losses: list[Tensor] = []
-        first, last = 0 in self.parts, self.every - 1 in self.parts
+        first, last = 0 in self.parts, self.count - 1 in self.parts
         self.schedule.step(*([ids] if first else []), target=labels if last else None, losses=losses, **more)
         total = torch.stack([loss.detach() for loss in losses]).sum() / scale if last else torch.zeros_like(scale)
         return self.place.sum(total, "pipeline"), (labels != IGNORED).sum()
@@ -107,7 +107,7 @@ class Pipeline:
         x, group = ids, self.place.groups["pipeline"]
         dtype = next(iter(self.parts.values())).compute_dtype or torch.get_default_dtype()
         total = torch.zeros((), device=self.device)
-        for number in range(self.every):
+        for number in range(self.count):
             part = self.parts.get(number)
             if part is None:
                 continue
@@ -115,7 +115,7 @@ class Pipeline:
                 x = torch.empty(*labels.shape, part.config.dim, dtype=dtype, device=self.device)
                 dist.recv(x, group=group, group_src=(number - 1) % self.ranks)
             x = part(x, documents, labels)
-            if number < self.every - 1:
+            if number < self.count - 1:
                 dist.send(x.contiguous(), group=group, group_dst=(number + 1) % self.ranks)
             else:
                 total = x[0]

@@ -1,8 +1,8 @@
 """Token parallelism: every rank holds a slice of the parameter tokens, of the heads and of the vocabulary.
 
-Unusual: of Θ only one number per row and segment is reduced (none where a rank holds whole segments); q, k and v come
-out of one reduce-scatter that splits the heads. Modules change class, not name. Legend: T rows, D dim, R ranks,
-W words.
+Unusual: for Θ only one number per row and segment is all-reduced (none where a rank holds whole segments); q, k and v
+come out of one reduce-scatter that splits the heads. Modules change class, not name. Legend: T rows, D dim,
+R ranks, W words.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.config_data import IGNORED
+from tokenformer.errors import UserError
 from tokenformer.models import LanguageModel, Pattention
-from tokenformer.models.layers import Linear, project
+from tokenformer.models.layers import Linear, guard_hooks, hooked, project
 from tokenformer.models.names import Name, parse
 from tokenformer.models.trunk import MLP, Attention, Block, View
 from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy
@@ -38,105 +39,101 @@ class Team:
     whole: bool  # each rank holds whole segments
 
 
-# what a forward pass sends, and what its backward pass does
+# Collectives, and differentiable functions that use one in the forward and one in the backward pass
 
 
-def _sum(x: Tensor, group: Any) -> Tensor:
+def _same(x: Tensor, group: Any, ranks: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Any, ranks: int) -> Tensor:
     return OPS.wait_tensor(OPS.all_reduce(x.contiguous(), "sum", group))
 
 
-def _line(x: Tensor, group: Any, ranks: int) -> Tensor:
-    """(…) of each rank → (R, …) on all."""
+def _stack(x: Tensor, group: Any, ranks: int) -> Tensor:
+    """All-gather (…) of each rank into (R, …)."""
     return OPS.wait_tensor(OPS.all_gather_into_tensor(x.contiguous(), ranks, group)).view(ranks, *x.shape)
 
 
-def _all_channels(x: Tensor, group: Any, ranks: int) -> Tensor:
-    """(…, C) of each rank → (…, R·C) on all."""
-    return _line(x, group, ranks).movedim(0, -2).flatten(-2)
+def _gather_channels(x: Tensor, group: Any, ranks: int) -> Tensor:
+    """All-gather (…, C) of each rank into (…, R·C)."""
+    return _stack(x, group, ranks).movedim(0, -2).flatten(-2)
 
 
-def _own_channels(x: Tensor, group: Any, ranks: int) -> Tensor:
-    """(…, R·C) of each rank → the sum of this rank's (…, C)."""
+def _scatter_channels(x: Tensor, group: Any, ranks: int) -> Tensor:
+    """Reduce-scatter (…, R·C) of each rank: the sum of this rank's (…, C)."""
     by_rank = x.unflatten(-1, (ranks, -1)).movedim(-2, 0).contiguous()
     return OPS.wait_tensor(OPS.reduce_scatter_tensor(by_rank, "sum", ranks, group)).view(by_rank.shape[1:])
 
 
-class Reduce(torch.autograd.Function):
-    """A sum over ranks: of the outputs, of the gradients, or of both."""
+COLLECTIVES = {"same": _same, "sum": _sum, "gather": _gather_channels, "scatter": _scatter_channels}
+
+
+class Collective(torch.autograd.Function):
+    """One collective in the forward pass, another in the backward pass, both by name."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, outputs: bool, gradients: bool) -> Tensor:
-        ctx.group, ctx.gradients = group, gradients
-        return _sum(x, group) if outputs else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group: Any, ranks: int, forward: str, backward: str) -> Tensor:
+        ctx.group, ctx.ranks, ctx.back = group, ranks, backward
+        return COLLECTIVES[forward](x, group, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _sum(gradients[0], ctx.group) if ctx.gradients else gradients[0], None, None, None
+        return COLLECTIVES[ctx.back](gradients[0], ctx.group, ctx.ranks), None, None, None, None
+
+
+def _collective(x: Tensor, team: Team, forward: str, backward: str) -> Tensor:
+    return cast(Tensor, Collective.apply(x, team.group, team.ranks, forward, backward))
 
 
 def copied(x: Tensor, team: Team) -> Tensor:
-    """The same on all ranks, used by each for its own part: gradients are summed."""
-    return cast(Tensor, Reduce.apply(x, team.group, False, True))
+    """Use the same x on every rank for its own part: gradients are all-reduced."""
+    return _collective(x, team, "same", "sum")
 
 
 def summed(x: Tensor, team: Team) -> Tensor:
-    """Each rank's part → the sum, the same on all ranks: so is its gradient."""
-    return cast(Tensor, Reduce.apply(x, team.group, True, False))
+    """All-reduce each rank's part; the sum, and so its gradient, is the same on all ranks."""
+    return _collective(x, team, "sum", "same")
 
 
 def total(own: Tensor, team: Team) -> Tensor:
-    """Each rank's statistic → that of all, which each uses for its own part: gradients are summed."""
-    return cast(Tensor, Reduce.apply(own, team.group, True, True))
+    """All-reduce each rank's statistic, which every rank then uses for its own part: gradients are all-reduced too."""
+    return _collective(own, team, "sum", "sum")
+
+
+def gathered(x: Tensor, team: Team) -> Tensor:
+    """All-gather the channels, which every rank then uses for its own part: gradients are reduce-scattered."""
+    return _collective(x, team, "gather", "scatter")
+
+
+def scattered(x: Tensor, team: Team) -> Tensor:
+    """Reduce-scatter the channels: gradients are gathered."""
+    return _collective(x, team, "scatter", "gather")
 
 
 class LogTotal(torch.autograd.Function):
-    """The same for logarithms of sums of exponentials."""
+    """`total` for logarithms of sums of exponentials."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any, ranks: int) -> Tensor:
-        ctx.group = group
-        total = _line(own, group, ranks).logsumexp(0)
+        ctx.group, ctx.ranks = group, ranks
+        total = _stack(own, group, ranks).logsumexp(0)
         ctx.save_for_backward((own - total).exp())
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (share,) = ctx.saved_tensors
-        return _sum(gradients[0], ctx.group) * share, None, None
+        return _sum(gradients[0], ctx.group, ctx.ranks) * share, None, None
 
 
-class Channels(torch.autograd.Function):
-    """Each rank's channels → all of them, used by each rank for its own part; or back: the sum, of its own channels.
-
-    The one is the other's gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, ranks: int, gather: bool) -> Tensor:
-        ctx.group, ctx.ranks, ctx.gather = group, ranks, gather
-        return (_all_channels if gather else _own_channels)(x, group, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        back = _own_channels if ctx.gather else _all_channels
-        return back(gradients[0], ctx.group, ctx.ranks), None, None, None
-
-
-def gathered(x: Tensor, team: Team) -> Tensor:
-    return cast(Tensor, Channels.apply(x, team.group, team.ranks, True))
-
-
-def scattered(x: Tensor, team: Team) -> Tensor:
-    return cast(Tensor, Channels.apply(x, team.group, team.ranks, False))
-
-
-class Line(torch.autograd.Function):
-    """Each rank's tensor → (R, …) of all, from which every rank computes the same: a gradient is the own one's."""
+class Stacked(torch.autograd.Function):
+    """All-gather each rank's tensor into (R, …), from which every rank computes the same: no gradient is sent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, ranks: int, rank: int) -> Tensor:
         ctx.rank = rank
-        return _line(x, group, ranks)
+        return _stack(x, group, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -144,7 +141,7 @@ class Line(torch.autograd.Function):
 
 
 def partial_group(x_TD: Tensor, members: Sequence[Segments], theta: str, team: Team) -> list[Tensor]:
-    """`pattention_group` with a slice of each segment: what this rank's tokens add to each output."""
+    """Compute `pattention_group` with a slice of each segment: what this rank's tokens add to each output."""
     keys = [key_ND for segments in members for key_ND, _, _ in segments]
     scores = (x_TD @ torch.cat(keys).T).split([len(key_ND) for key_ND in keys], dim=-1)
     totals: Sequence[Tensor | None] = [None] * len(scores)
@@ -162,12 +159,22 @@ def partial_group(x_TD: Tensor, members: Sequence[Segments], theta: str, team: T
     return outputs
 
 
+def refuse_hooks(layers: Sequence[Pattention]) -> None:
+    guard_hooks()
+    if any(hooked(module) for layer in layers for module in (layer, *layer.segments)):
+        raise UserError(
+            "a projection carries a hook or an adapter, which under parallel.token would see one rank's slice of it "
+            "or nothing: take it off, or set parallel.token=1 (parallel.shard splits the weights too)"
+        )
+
+
 class TokenPattention(Pattention):
     team: Team
     of_heads: bool  # the input is split by heads
 
     def forward(self, x: Tensor, mask: Tensor | None = None, switches: Any = None) -> Tensor:
         assert mask is None and switches is None, "masks and switches are for one process"
+        refuse_hooks([self])
         team = self.team
         whole = gathered(x, team) if self.of_heads else copied(x, team)
         (own,) = partial_group(whole, [self.parts(x.dtype)], self.theta, team)
@@ -175,7 +182,7 @@ class TokenPattention(Pattention):
 
 
 class TokenLinear(Linear):
-    """Columns that belong to the channels that this rank has: the outputs are summed."""
+    """A linear layer over this rank's input channels: the outputs are summed."""
 
     team: Team
 
@@ -184,7 +191,7 @@ class TokenLinear(Linear):
 
 
 class TokenAttention(Attention):
-    """q, k and v of this rank's heads."""
+    """Attention with this rank's heads."""
 
     team: Team
 
@@ -194,6 +201,7 @@ class TokenAttention(Attention):
         tokens = [layer for layer in layers if isinstance(layer, Pattention)]
         if not tokens:
             return project(x, layers)
+        refuse_hooks(tokens)
         outputs = partial_group(x, [layer.parts(x.dtype) for layer in tokens], tokens[0].theta, team)
         by_rank = [output.unflatten(-1, (team.ranks, -1)) for output in outputs]
         mine = scattered(torch.cat(by_rank, dim=-1).flatten(-2), team)
@@ -223,11 +231,11 @@ class TokenLanguageModel(LanguageModel):
     cuts: tuple[int, ...]  # of the vocabulary
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """All of them on every rank; without gradients."""
+        """Return all logits on every rank, without gradients."""
         weight_WD = self.head_rows(hidden_BTD)
         sizes = [last - first for first, last in zip(self.cuts, self.cuts[1:], strict=False)]
         own = F.pad(hidden_BTD @ weight_WD.T, (0, max(sizes) - len(weight_WD)))
-        every = _line(own, self.team.group, self.team.ranks)
+        every = _stack(own, self.team.group, self.team.ranks)
         return torch.cat([part[..., :n] for part, n in zip(every, sizes, strict=True)], dim=-1)
 
     def loss(self, hidden_BTD: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,23 +247,24 @@ class TokenLanguageModel(LanguageModel):
 
 
 def split_cross_entropy(hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor, first: int, team: Team) -> Tensor:
-    """Σ −log p(label), from logits of a slice of the vocabulary that begins at id `first`: one exchange."""
+    """Return Σ −log p(label) from the logits of a slice of the vocabulary that begins at id `first`: one all-gather."""
     logits_TW = hidden_TD @ weight_WD.T
     logits_TW = logits_TW.to(torch.promote_types(logits_TW.dtype, torch.float32))
     row_T = labels_T - first
     here_T = (row_T >= 0) & (row_T < len(weight_WD))
     label_T = logits_TW.gather(-1, row_T.clamp(0, len(weight_WD) - 1)[:, None])[:, 0] * here_T
     own = torch.stack([logits_TW.logsumexp(-1), label_T])
-    every_R2T = cast(Tensor, Line.apply(own, team.group, team.ranks, team.rank))
+    every_R2T = cast(Tensor, Stacked.apply(own, team.group, team.ranks, team.rank))
     loss_T = every_R2T[:, 0].logsumexp(0) - every_R2T[:, 1].sum(0)
     return loss_T.masked_fill(labels_T == IGNORED, 0).sum()
 
 
-# which rank holds what
+# Which rank holds what
 
 
 def even(n: int, ranks: int) -> tuple[int, ...]:
-    """
+    """Return where `n` rows are cut into even parts.
+
     >>> even(10, 4)
     (0, 2, 5, 7, 10)
     """
@@ -263,7 +272,7 @@ def even(n: int, ranks: int) -> tuple[int, ...]:
 
 
 def tiled(n: int, ranks: int) -> tuple[int, ...]:
-    """Cuts between tiles where every rank gets one: ranks differ by at most one tile.
+    """Return cuts between tiles, if every rank gets one: ranks differ by at most one tile.
 
     >>> tiled(2140, 8)
     (0, 256, 512, 768, 1088, 1344, 1600, 1856, 2140)
@@ -274,7 +283,7 @@ def tiled(n: int, ranks: int) -> tuple[int, ...]:
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each segment that stays whole: the largest ones first, to whoever has least.
+    """Return the rank of each segment that stays whole: the largest first, each to the rank that has least.
 
     >>> owners([64, 16, 16, 32], 2)
     [0, 1, 1, 1]
@@ -287,7 +296,7 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def token_splits(model: LanguageModel, ranks: int, whole: bool) -> dict[str, Split]:
-    """How each parameter is cut over `ranks`; `whole`: segments are not cut, but dealt out."""
+    """Return how each parameter is split over `ranks`; `whole`: segments are not split, but distributed whole."""
     shapes = {parse(name, model.ends): tuple(p.shape) for name, p in model.named_parameters()}
     sizes: dict[str, list[int]] = {}  # of the segments of each projection
     for name, shape in shapes.items():
@@ -301,41 +310,41 @@ def token_splits(model: LanguageModel, ranks: int, whole: bool) -> dict[str, Spl
             owner = owners(sizes[name._replace(segment=0).text], ranks)[name.segment]
             return Split(shape, 0, (0,) * (owner + 1) + (shape[0],) * (ranks - owner))
         if not name.role.decays:
-            return Split(shape)  # norms are on every rank
-        dim = int(name.role.kind == "outward")  # these read what is split
+            return Split(shape)  # norms are replicated
+        dim = int(name.role.kind == "outward")  # the input of these is split
         return Split(shape, dim, even(shape[dim], ranks))
 
     return {name.text: split(name, shape) for name, shape in shapes.items()}
 
 
 def split_tokens(model: LanguageModel, place: Place) -> dict[str, Split]:
-    """Cut a model on the meta device in place; returns how."""
+    """Split a model on the meta device in place, and return how."""
     c, ranks = model.config, place.degrees.token
     whole = place.config.segments == "per-rank" and c.kind == "tokenformer"
     team = Team(place.groups["token"].group_name, place.token, ranks, whole)
     splits = token_splits(model, ranks, whole)
 
-    def into(module: nn.Module, kind: type, **more: Any) -> None:
+    def convert(module: nn.Module, kind: type, **more: Any) -> None:
         module.__class__ = kind
         for name, value in {"team": team, **more}.items():
             setattr(module, name, value)
 
     for block in cast(Sequence[Block], model.blocks):
-        into(block.attention, TokenAttention)
+        convert(block.attention, TokenAttention)
         for name in ("query", "key", "value", "proj"):
             layer = getattr(block.attention, name)
             if isinstance(layer, Pattention):
-                into(layer, TokenPattention, of_heads=True)
+                convert(layer, TokenPattention, of_heads=True)
             elif name == "proj":
-                into(layer, TokenLinear)
+                convert(layer, TokenLinear)
         if isinstance(block.ffn, Pattention):
-            into(block.ffn, TokenPattention, of_heads=False)
+            convert(block.ffn, TokenPattention, of_heads=False)
         else:
-            into(cast(MLP, block.ffn).down, TokenLinear)
-            into(block.ffn, TokenMLP)
+            convert(cast(MLP, block.ffn).down, TokenLinear)
+            convert(block.ffn, TokenMLP)
     vocabulary = splits["embedding.weight"].cuts
-    into(model.embedding, TokenEmbedding, first=vocabulary[place.token])
-    into(model, TokenLanguageModel, cuts=vocabulary)
+    convert(model.embedding, TokenEmbedding, first=vocabulary[place.token])
+    convert(model, TokenLanguageModel, cuts=vocabulary)
     for name, split in splits.items():
         owner, _, own = name.rpartition(".")
         local = torch.empty(split.local(place.token), device="meta")

@@ -1,7 +1,7 @@
-"""Bytes that collectives move in a step, to the byte for what this package sends: a test counts them on every rank.
+"""Bytes that collectives move in a step, exact for what this package sends: a test counts them on every rank.
 
-A collective counts as the larger of what goes in and what comes out on one rank; a message between two stages counts on
-both. docs/parallelism.md has the same sums as a table.
+A collective counts as the larger of its input and its output on one rank; a message between two stages counts on both.
+docs/parallelism.md has the same sums as a table.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from tokenformer.strict import need
 WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
 TIMES = {"qkv": 3, "proj": 1, "ffn": 1}  # Pattentions of a block
 
-Part = dict[Name, Split]  # parameters, as the token degree cuts them
+Part = dict[Name, Split]  # parameters, as the token degree splits them
 
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """A place among the degrees; `data` is that of replicate × shard."""
+    """The place of a rank in each degree; `data` is its place in replicate × shard."""
 
     pipeline: int = 0
     data: int = 0
@@ -39,7 +39,7 @@ class Rank:
 
 
 class Cut:
-    """How the model of one config is cut, for any degrees; it is made once, without memory."""
+    """How the model of one config is split, for any degrees; it is made once, without memory."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.model = config, config.model.resolved()
@@ -57,32 +57,32 @@ class Cut:
         return self.known[token]
 
     def fullest(self, token: int) -> int:
-        """The token rank that holds most."""
+        """Return the token rank that holds most."""
         return max(range(token), key=lambda t: sum(size(s, t) for s in self.splits(token).values()))
 
     def batches(self, d: Degrees) -> tuple[int, int]:
-        """Sequences of a micro-batch, and micro-batches of a step on one rank."""
+        """Return the sequences per micro-batch, and the micro-batches per step and rank."""
         batch, data = self.config.batch, d.replicate * d.shard
         if batch is None or batch % data:
-            raise UserError(f"batch is {batch}: give a multiple of {data}, the ranks that see other data")
+            raise UserError(f"batch is {batch}: give a multiple of {data}, the ranks that see different data")
         micro = min(self.config.micro_batch or batch // data, batch // data)
         if batch // data % micro or batch // data // micro % d.pipeline:
             raise UserError(f"batch {batch} is not cut into equal micro-batches for {d}: give another micro_batch")
         return micro, batch // data // micro
 
     def stages(self, d: Degrees, pipeline: int) -> list[tuple[int, list[Part], Part]]:
-        """The stages of a pipeline rank: the number of each, its blocks and the rest of it."""
-        c, every, splits = self.model, stages(d, self.config.parallel), self.splits(d.token)
+        """Return the stages of a pipeline rank: the number of each, its blocks and the rest of it."""
+        c, count, splits = self.model, stages(d, self.config.parallel), self.splits(d.token)
         blocks: dict[int, Part] = {layer: {} for layer in range(c.layers)}
         for name, split in splits.items():
             if name.layer is not None:
                 blocks[name.layer][name] = split
         found = []
-        for number in range(pipeline, every, d.pipeline):
-            first, last = number == 0, number == every - 1
+        for number in range(pipeline, count, d.pipeline):
+            first, last = number == 0, number == count - 1
             here = {"embedding": first or (last and c.tied)}  # the norm and the head: at the end
             rest = {n: s for n, s in splits.items() if n.layer is None and here.get(n.part, last)}
-            found.append((number, [blocks[layer] for layer in layers_of(number, c.layers, every)], rest))
+            found.append((number, [blocks[layer] for layer in layers_of(number, c.layers, count)], rest))
         return found
 
 
@@ -91,7 +91,7 @@ def size(split: Split, token: int) -> int:
 
 
 def sent(cut: Cut, d: Degrees, rank: Rank) -> dict[str, int]:
-    """Bytes that one rank sends or receives in one step, by what for."""
+    """Return the bytes that one rank sends or receives in one step, by purpose."""
     config, model, c = cut.config, cut.model, WIDTH[cut.config.train.precision]
     micro, steps = cut.batches(d)
     held, found = cut.stages(d, rank.pipeline), Counter[str]()
@@ -105,7 +105,7 @@ def sent(cut: Cut, d: Degrees, rank: Rank) -> dict[str, int]:
             found.update({k: steps * n for k, n in _token_bytes(cut, d, micro, layers, first, last).items()})
     if d.pipeline > 1:
         links = sum((not first) + (not last) for first, last in ends)
-        found["pipeline"] = steps * links * 2 * c * stream + 4  # the loss at last
+        found["pipeline"] = steps * links * 2 * c * stream + 4  # 4: the loss
         if model.tied and rank.pipeline in (0, d.pipeline - 1):
             embedding = cut.splits(d.token)[cut.names["embedding.weight"]]
             found["tied"] = 4 * volume(embedding.box(rank.token, rank.data % d.shard, d.shard))
@@ -117,7 +117,7 @@ def sent(cut: Cut, d: Degrees, rank: Rank) -> dict[str, int]:
 
 
 def _shard_bytes(cut: Cut, d: Degrees, token: int, blocks: Sequence[Part], rest: Part, steps: int) -> dict[str, int]:
-    """FSDP pads each parameter's rows to equal parts.
+    """Return the bytes of FSDP, which pads each parameter's rows to equal parts.
 
     PyTorch's pipeline gathers a block once per micro-batch and once more (it stays between a backward pass and the
     next forward), and reduces gradients once per step.
@@ -139,7 +139,7 @@ def _shard_bytes(cut: Cut, d: Degrees, token: int, blocks: Sequence[Part], rest:
 
 
 def _token_bytes(cut: Cut, d: Degrees, micro: int, layers: range, first: bool, last: bool) -> dict[str, int]:
-    """Forward and backward of one micro-batch in a stage."""
+    """Return the bytes of the token degree for the forward and backward passes of one micro-batch in a stage."""
     model, c = cut.model, WIDTH[cut.config.train.precision]
     rows, recompute = micro * model.context, cut.config.train.activation_checkpointing != "none"
     kv = (model.kv_heads or model.heads) * model.head_dim
@@ -159,7 +159,7 @@ def _token_bytes(cut: Cut, d: Degrees, micro: int, layers: range, first: bool, l
 
 
 def _muon_bytes(cut: Cut, d: Degrees, rank: Rank, blocks: Sequence[Part]) -> int:
-    """Two exchanges for each batch of matrices that are cut alike (gather.solve_whole)."""
+    """Return the bytes of Muon: two exchanges per batch of matrices that are split alike (gather.solve_whole)."""
     ranks, copy = d.replicate * d.shard * d.token, d.shard * d.token
     own, total = rank.data * d.token + rank.token, 0
     for splits, units in count_alike(blocks, cut.config.optimizer.segments == "joint").items():

@@ -1,6 +1,5 @@
-"""What a run keeps to resume: `checkpoints/step-00000040/` with model/, optim/, state.json and the manifest last.
-
-Written to a hidden sibling and renamed, so a name that can be seen is complete; `last` names the newest one.
+"""What a run keeps to resume: `checkpoints/step-00000040/` with model/, optim/, state.json and, written last, the
+manifest. A checkpoint is written to a hidden folder and renamed when it is complete; `last` names the newest one.
 """
 
 import contextlib
@@ -8,13 +7,12 @@ import itertools
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tokenformer.config import CheckpointConfig
@@ -25,8 +23,7 @@ from tokenformer.hub.run_folder import Found, all_steps
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
 from tokenformer.parsing import read_json
-
-State = dict[str, dict[str, Tensor]]  # an optimizer's, by parameter name
+from tokenformer.train.rules import State
 
 
 class Checkpoints:
@@ -34,46 +31,31 @@ class Checkpoints:
 
     def __init__(self, run: Path, config: CheckpointConfig, place: Place) -> None:
         self.run, self.config, self.place = run, config, place
-        self.thread: threading.Thread | None = None
-        self.failure: Exception | None = None
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: Future[None] | None = None
         self.saved: int | None = None  # the step of the last one that is complete
 
     def due(self, step: int) -> bool:
         return (self.config.every > 0 and step % self.config.every == 0) or step in self.config.also
 
     def save(self, step: int, layout: Layout, optimizer: State, files: dict[str, str], state: dict) -> None:
-        """Write a checkpoint, `files` beside the tensors in model/. Raise what went wrong, at the next call if a thread
-
-        writes.
-        """
-        self.wait()
+        """Write a checkpoint, with `files` beside the tensors in model/. In the background `wait` raises failures."""
         flat = {f"{k}/{name}": layout.part(name, t) for name, entry in optimizer.items() for k, t in entry.items()}
         parts = {"model": layout.parts(), "optim": flat}
-        arguments = (step, parts, files, state)
         if not self.config.background:
-            return self._write(*arguments)
+            return self._write(step, parts, files, state)
         for part in parts.values():
             part.update({name: tensor.to("cpu", copy=True) for name, tensor in part.items()})
-        self.thread = threading.Thread(target=self._write_in_thread, args=arguments, name="checkpoint")
-        self.thread.start()
+        self.pending = self.thread.submit(self._write, step, parts, files, state)
 
     def wait(self) -> None:
         """Wait until nothing is being written; raise if the last one failed."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure
-
-    def _write_in_thread(self, *arguments: Any) -> None:
-        try:
-            self._write(*arguments)
-        except Exception as error:  # handed to the training thread by wait()
-            self.failure = error
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
 
     def _write(self, step: int, parts: dict[str, dict[str, Any]], files: dict[str, str], state: dict) -> None:
-        """Write what this rank holds into a folder that the first rank makes, completes and names."""
+        """Write this rank's parts into a folder that the first rank makes, completes and renames."""
         path = self.run / "checkpoints" / f"step-{step:08d}"
         try:
             with contextlib.ExitStack() as hidden:
@@ -82,7 +64,7 @@ class Checkpoints:
                     with plain_reasons():
                         return hidden.enter_context(atomic_folder(path))
 
-                folder = self.place.first_does(begin)
+                folder = self.place.run_on_first(begin)
                 for part, tensors in parts.items():
                     write_tensors(folder / part, tensors, self.place.groups.get("files"))
 
@@ -95,7 +77,7 @@ class Checkpoints:
                     write_text(self.run / "checkpoints" / "last", path.name + "\n")
                     self._remove_old()
 
-                self.place.first_does(complete)
+                self.place.run_on_first(complete)
         except (OSError, UserError, CheckpointException) as error:  # DCP wraps what the file system said
             raise CheckpointFailed(f"the checkpoint of step {step} could not be written ({reason(error)})") from error
         self.saved = step
@@ -106,13 +88,13 @@ class Checkpoints:
         for step in old:
             if not (self.config.keep_every and step % self.config.keep_every == 0):
                 hidden = steps[step].with_name(f".{steps[step].name}")
-                os.rename(steps[step], hidden)  # gone at once: half a checkpoint is never seen
+                os.rename(steps[step], hidden)  # at once, so that half a checkpoint is never seen
                 shutil.rmtree(hidden)
 
     def sweep(self, found: Found) -> list[str]:
-        """Remove what a killed process left half-written or half-removed, and put damaged checkpoints aside.
+        """Remove what a killed process left half-written or half-removed, and rename damaged checkpoints.
 
-        These keep their files, under a name that is no checkpoint's, which is said; `last` names the one in use.
+        Return a sentence for each of these, which keep their files; `last` then names the checkpoint in use.
         """
         said = []
         for path in (self.run / "checkpoints").glob(".*"):
@@ -133,7 +115,7 @@ class CheckpointFailed(Exception):
 
 @contextlib.contextmanager
 def plain_reasons() -> Iterator[None]:
-    """Raise what the operating system said in place of the sentence that `atomic_folder` makes of it."""
+    """Raise the operating system's error instead of the sentence that `atomic_folder` makes of it."""
     try:
         yield
     except UserError as error:
@@ -141,14 +123,14 @@ def plain_reasons() -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Return what the operating system said, from below what wrapped it."""
+    """Return the operating system's own words, from below what wrapped its error."""
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({reason(failure[0]) for failure in error.failures.values()}))
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def read_model(checkpoint: Path, layout: Layout) -> None:
-    """Read the weights into the layout's own parameters, whatever layout wrote them."""
+    """Read the weights into the layout's own parameters; any layout may have written them."""
     read_tensors(checkpoint / "model", layout.parts(), layout.splits, layout.place.groups.get("files"))
 
 

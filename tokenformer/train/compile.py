@@ -31,7 +31,7 @@ def _policy(_context, op, *_args, **_kwargs) -> CheckpointPolicy:
 
 
 def choose_compiler(config: TrainConfig, device: torch.device) -> str:
-    """Return what compiles the blocks on this device. Refuse what needs a C++ compiler where there is none."""
+    """Return the compiler of the blocks on this device. Refuse inductor if there is no C++ compiler."""
     plain = {True: "inductor", False: "none", "auto": "inductor" if device.type == "cuda" else "none"}
     found = plain.get(config.compile, str(config.compile))
     cxx = os.environ.get("CXX", "g++")
@@ -44,13 +44,13 @@ def choose_compiler(config: TrainConfig, device: torch.device) -> str:
 
 
 def allow_compilations(models: Sequence[ModelConfig]) -> None:
-    """Let the blocks of these models be compiled, in training and in evaluation, and make any more of it an error.
+    """Raise PyTorch's limit to what these models need, in training and evaluation, and make passing it an error.
 
-    All blocks share one code object, and PyTorch compiles one at most 8 times: what comes then, in a run of several
-    trunks or growths, would run uncompiled without a word.
+    All blocks share one code object, and PyTorch compiles one at most 8 times: further blocks, in a run of several
+    trunks or growths, would silently run uncompiled.
     """
     trunks = [trunk for model in models for trunk in model.trunks.values() or [model]]
-    count = 4 * sum(map(_different_blocks, trunks))  # in training and not, with and without what is frozen
+    count = 4 * sum(map(_different_blocks, trunks))  # training and evaluation, with and without frozen parameters
     torch._dynamo.config.recompile_limit += count  # on top: other runs of this process have used theirs
     torch._dynamo.config.accumulated_recompile_limit += count
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -63,7 +63,7 @@ def _different_blocks(trunk: ModelConfig) -> int:
 
 
 def wrap(block: nn.Module, config: TrainConfig, compiler: str) -> None:
-    """Compile a block and recompute its activations in backward, as the config says.
+    """Compile a block and recompute its activations in the backward pass, as the config says.
 
     The compiler sees what `selective` recomputes. `full` recomputes the compiled block as a whole: inside, PyTorch
     before 2.12 would keep what our operators save.
@@ -80,7 +80,7 @@ def wrap(block: nn.Module, config: TrainConfig, compiler: str) -> None:
 
 
 def recompute(block: nn.Module, selective: bool) -> None:
-    """Keep a block's inputs alone for backward (`selective`: and its products), and compute the rest then."""
+    """Keep only a block's inputs for the backward pass (`selective`: and its products), and recompute the rest."""
     forward, options = block.forward, {}
     if selective:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)

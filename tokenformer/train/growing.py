@@ -1,9 +1,12 @@
 """Growth as a step of a run: model and optimizer before → after. When and to what is decided in growth/stages.py.
 
-Unusual: Parameters that did not change stay the same objects, so nothing is held twice; what is frozen or learns more
-slowly after a growth follows from the run's plan and is never saved.
+Unusual: Parameters that did not change stay the same objects, so nothing is held twice; which parameters are frozen or
+learn more slowly after a growth follows from the run's plan and is never saved.
 """
 
+import torch
+
+from tokenformer.config import ModelConfig
 from tokenformer.config_growth import GrowthStage
 from tokenformer.growth.make import make_tensor
 from tokenformer.growth.model import apply_plan
@@ -12,19 +15,20 @@ from tokenformer.growth.recipes import Plan
 from tokenformer.growth.state import State, grow_entry, grow_state, warn_of_beta2
 from tokenformer.models.names import parse
 from tokenformer.parallel.layout import Layout, Wholes
-from tokenformer.parallel.parallelize import Parallelizer
+from tokenformer.parallel.parallelize import Build, Parallelizer
 from tokenformer.train.optim import Optimizer
 
 
 def grow(
     layout: Layout, optimizer: Optimizer, stage: GrowthStage, number: int, seed: int, parallelizer: Parallelizer
 ) -> tuple[Layout, Optimizer, str | None]:
-    """The next model of the run, its optimizer, and a sentence where something should be known about them."""
+    """Return the next model of the run, its optimizer, and a warning about them (or None)."""
     model = layout.model
     growth = plan_growth(model.config, list(layout.splits), stage, ends=model.ends, seed=seed, number=number)
     old = optimizer.state_by_name() if stage.state == "keep" else {}
     if layout.place.alone:
-        new, state = parallelizer.wrap_in_place(apply_plan(model, growth, share=True)), grow_state(growth, old)
+        bigger = apply_plan(model, growth, share=True, build=parallelizer.build)
+        new, state = parallelizer.wrap_in_place(bigger), grow_state(growth, old)
     else:
         new, state = grow_sharded(layout, growth, parallelizer, old)
     adamw = optimizer.config.kind == "adamw"
@@ -36,7 +40,7 @@ def grow(
 
 
 def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: State) -> tuple[Layout, State]:
-    """Over many ranks: gather each parameter whole, grow it as in one process and cut it, one after the other."""
+    """Grow over many ranks: gather each parameter, grow it as in one process and cut it, one after the other."""
     wholes, new, state = Wholes(layout), parallelizer.make(growth.config, None), {}
     new.model.history = [*layout.model.history, growth.event]
     new.model.train(layout.model.training)
@@ -50,13 +54,22 @@ def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: 
     return new, state
 
 
+def after_growth(layout: Layout, build: Build, before: ModelConfig, stage: GrowthStage) -> dict[str, float]:
+    """Freeze what the growth that led to a resumed model froze; return the shares of the rate of what learns slower."""
+    with torch.device("meta"):
+        names = [name for name, _ in build(before).named_parameters()]
+    growth = plan_growth(before, names, stage, ends=layout.model.ends)
+    layout.freeze(frozen(growth, stage))
+    return rates(growth, stage)
+
+
 def frozen(growth: Plan, stage: GrowthStage) -> set[str]:
-    """What does not learn after this growth: with `old_tokens: 0` all that was there before."""
+    """Return the parameters that do not learn after this growth: with `old_tokens: 0` all that were there before."""
     return growth.kept if stage.old_tokens == 0 else set()
 
 
 def rates(growth: Plan, stage: GrowthStage) -> dict[str, float]:
-    """The share of the rate at which each old parameter token learns, where that is not 1."""
+    """Return the share of the rate at which each old parameter token learns, if it is not 1."""
     if stage.old_tokens in (0, 1):
         return {}
     return {name: stage.old_tokens for name in growth.kept if parse(name, growth.ends).token}

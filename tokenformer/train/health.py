@@ -1,6 +1,6 @@
-"""Whether the run is well. Loss scaling, clipping and the check for non-finite numbers run on the device unwaited;
+"""The health of a run: loss scaling, clipping and the check for non-finite numbers, on the device without waiting.
 
-what they found is read at the log step, where spikes and the limit of skipped steps are judged.
+What they found is read at the log step, where spikes and the limit of skipped steps are judged.
 """
 
 import math
@@ -23,9 +23,9 @@ class Guard:
         self.in_a_row = torch.tensor(0, device=device)
 
     def check(self, norm: Tensor, loss: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (divisor, skip, norm of the mean's gradient); `Trainer.train_step` has the formula.
+        """Return (divisor, skip, norm of the mean loss's gradient); `Trainer.train_step` has the formula.
 
-        `norm` is of the gradients as they lie there: scaled, and still to be divided by `normaliser`.
+        `norm` is that of the accumulated gradients: scaled, and still to be divided by `normaliser`.
         """
         divisor = self.scale * normaliser
         norm = norm / divisor
@@ -58,13 +58,13 @@ class Guard:
 
 
 class Spikes:
-    """Keeps a running mean and deviation of the loss, and says when a loss stands far above."""
+    """Keeps a running mean and deviation of the loss, and tells when a loss is far above them."""
 
     def __init__(self, deviations: float) -> None:
         self.deviations, self.seen, self.mean, self.variance = deviations, 0, 0.0, 0.0
 
     def __call__(self, loss: float) -> bool:
-        """Take the next loss and say whether it is a spike.
+        """Add a loss and return whether it is a spike.
 
         >>> spikes = Spikes(6.0)
         >>> [spikes(loss) for loss in [2.0, 2.1] * 20 + [9.0, 2.0]][-3:]
@@ -76,7 +76,7 @@ class Spikes:
         spike = self.seen >= 20 and loss > limit
         self.seen += 1
         weight = max(0.02, 1 / self.seen)
-        off = (limit if spike else loss) - self.mean  # a spike moves the mean no further than its limit
+        off = (limit if spike else loss) - self.mean  # a spike moves the mean no further than the limit
         self.mean += weight * off
         self.variance = (1 - weight) * (self.variance + weight * off * off)
         return spike

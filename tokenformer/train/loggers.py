@@ -10,7 +10,7 @@ from tokenformer.errors import UserError
 
 
 class Logger(NamedTuple):
-    """Another place that numbers go to."""
+    """A package that numbers are sent to."""
 
     name: str
     log: Callable[[int, dict[str, float]], object]  # (step, values by name)
@@ -18,7 +18,7 @@ class Logger(NamedTuple):
 
 
 def check(config: Config) -> None:
-    """Refuse what is not installed before anything is written."""
+    """Refuse a logger that is not installed, before anything is written."""
     wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb != "none"}
     for name, on in wanted.items():
         if on and importlib.util.find_spec(name) is None:
@@ -26,7 +26,7 @@ def check(config: Config) -> None:
 
 
 def open_loggers(config: Config, run: Path, run_id: str, step: int) -> list[Logger]:
-    """Open those that the config asks for; `step` is where a resumed run goes on."""
+    """Open the loggers that the config asks for; `step` is where a resumed run continues."""
     opened: list[Logger] = []
     if config.log.tensorboard:
         from torch.utils.tensorboard import SummaryWriter
@@ -41,16 +41,9 @@ def open_loggers(config: Config, run: Path, run_id: str, step: int) -> list[Logg
     if config.log.wandb != "none":
         import wandb
 
+        settings = {"project": config.log.wandb_project, "name": run.name, "mode": config.log.wandb, "dir": str(run)}
         try:
-            online = wandb.init(
-                project=config.log.wandb_project,
-                name=run.name,
-                id=run_id,
-                resume="allow",
-                mode=config.log.wandb,
-                dir=str(run),
-                config=to_dict(config),
-            )
+            online = wandb.init(id=run_id, resume="allow", config=to_dict(config), **settings)
         except (wandb.Error, OSError) as error:
             raise UserError(f"log.wandb could not be started ({error}): mend that, or set log.wandb=offline") from None
         opened.append(Logger("wandb", lambda at, values: online.log(values, step=at), online.finish))

@@ -24,7 +24,7 @@ class Optimizer:
     """One object for a whole model, or for this rank's part of it. A parameter without state starts fresh."""
 
     def __init__(self, layout: Layout, config: OptimizerConfig, shares: Mapping[str, float] | None = None) -> None:
-        """`shares`: parameters that learn at a share of the rate."""
+        """`shares`: the share of the learning rate of parameters that learn more slowly."""
         self.config, self.rules, shares = config, list[Rule](), shares or {}
         ends = layout.model.ends
         left = {n: Learner(p, parse(n, ends).role, shares.get(n)) for n, p in layout.named.items()}
@@ -37,12 +37,12 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
-        """One update by the gradients / divisor; where `skip` is 1, parameters and state stay what they were."""
+        """Update by the gradients / divisor; if `skip` is 1, parameters and state stay what they were."""
         for rule in self.rules:
             rule.step(rate, divisor.to(self.device), skip.to(self.device))
 
     def state_by_name(self) -> State:
-        """What the rules keep (AdamW: exp_avg, exp_avg_sq, step; Muon: momentum), for parameters updated before."""
+        """Return the state (AdamW: exp_avg, exp_avg_sq, step; Muon: momentum) of parameters updated before."""
         return {name: entry for rule in self.rules for name, entry in rule.state_by_name().items()}
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A page with curves that needs nothing but a browser: own SVG; style and a short script stand in page.html."""
+"""A page with curves that needs nothing but a browser: SVG is made here, page.html has the style and a short script."""
 
 import html
 import json
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenformer.files import write_text
-from tokenformer.train.plot import AXES, COLOURS, LOSS, Curve, bounds
+from tokenformer.train.plot import COLOURS, Curve, bounds, labels
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 430, 58, 18, 16, 42
 MOST_POINTS = 1200  # of a curve; more are thinned evenly
@@ -18,7 +18,7 @@ UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k
 def write_page(
     path: str | Path, curves: list[Curve], axis: str = "step", title: str = "Runs", notes: Sequence[str] = ()
 ) -> None:
-    """One self-contained HTML file: notes (plain paragraphs), curves, a table, the last sample of each run."""
+    """Write a self-contained HTML file: notes (plain paragraphs), curves, a table, the last sample of each run."""
     body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(note)}</p>" for note in notes)]
     body += [chart(curves, axis), table(curves)]
     for curve in curves:
@@ -29,12 +29,13 @@ def write_page(
 
 
 def chart(curves: list[Curve], axis: str) -> str:
-    """Loss over the axis: thin lines for training, thick ones with dots for validation, dashes where a model grew."""
+    """Draw the loss: thin lines for training, thick ones with dots for validation, dashes where a model grew."""
     right, low, high = bounds(curves)
+    across, upward = labels(curves, axis)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * x / right
-        return round(across, 1), round(TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low), 1)
+        down = TOP + (HEIGHT - TOP - BOTTOM) * (high - y) / (high - low)
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * x / right, 1), round(down, 1)
 
     def path(points: list[tuple[float, float]], css: str, colour: str) -> str:
         return f'<path class="{css}" stroke="{colour}" d="M{"L".join("{},{}".format(*place(*p)) for p in points)}"/>'
@@ -47,9 +48,9 @@ def chart(curves: list[Curve], axis: str) -> str:
         parts.append(f'<text x="{x0 - 8}" y="{y0 + 4}" text-anchor="end">{y:g}</text>')
     for x in ticks(0, right, 8):
         parts.append(f'<text x="{place(x, low)[0]}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{short(x)}</text>')
-    parts.append(f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{AXES[axis]}</text>')
+    parts.append(f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{across}</text>')
     parts.append(f'<text transform="translate(14,{(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
-                 f"{LOSS}</text>")  # fmt: skip
+                 f"{upward}</text>")  # fmt: skip
     legend, data = [], []
     for colour, curve in zip(COLOURS * len(curves), curves, strict=False):
         train, validation = thin(curve.train), thin(curve.validation)
@@ -73,14 +74,11 @@ def chart(curves: list[Curve], axis: str) -> str:
         data.append(
             {"name": html.escape(curve.name), "colour": colour, "end": end, "train": train, "validation": validation}
         )
-    about = {"width": WIDTH, "left": LEFT, "right": RIGHT, "to": right, "axis": AXES[axis], "curves": data}
+    about = {"width": WIDTH, "left": LEFT, "right": RIGHT, "to": right, "axis": across, "curves": data}
     held = html.escape(json.dumps(about, separators=(",", ":")), quote=True)
     rule = f'<line class="grid rule" style="display:none" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-    hint = (
-        "<span class=hint>thin: training loss · with dots: validation</span>"
-        if any(c.validation for c in curves)
-        else ""
-    )
+    measured = any(curve.validation for curve in curves)
+    hint = "<span class=hint>thin: training loss · with dots: validation</span>" if measured else ""
     return (
         f'<div class="legend">{"".join(legend)}{hint}</div><div class="chart" data-curves="{held}">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}{rule}</svg><div class="tip"></div></div>'
@@ -88,9 +86,9 @@ def chart(curves: list[Curve], axis: str) -> str:
 
 
 def table(curves: list[Curve]) -> str:
-    head = ["run", *curves[0].facts]
-    rows = [[c.name, *(c.facts[name] for name in curves[0].facts)] for c in curves]
-    lines = [(head, "th"), *((row, "td") for row in rows)]
+    names = list(dict.fromkeys(name for curve in curves for name in curve.facts))
+    rows = [[curve.name, *map(curve.facts.get, names)] for curve in curves]
+    lines = [(["run", *names], "th"), *((row, "td") for row in rows)]
     cells = ["".join(f"<{tag}>{html.escape(show(cell))}</{tag}>" for cell in row) for row, tag in lines]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in cells) + "</table>"
 
@@ -102,7 +100,7 @@ def show(value: object) -> str:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers in a range.
+    """Return about so many round numbers in a range.
 
     >>> ticks(0, 950, 5)
     [0, 200, 400, 600, 800]
@@ -115,7 +113,8 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def short(x: float) -> str:
-    """
+    """Return a number in a few characters.
+
     >>> short(1500), short(40), short(2e9)
     ('1.5k', '40', '2G')
     """

@@ -1,18 +1,19 @@
 """Curves of one or several runs, read from metrics.jsonl, as a PNG (matplotlib, extra `plot`); page.py makes a page.
 
-Unusual: the first three percent of a run do not stretch the axis; what lies above it is cut off, not squeezed in.
+Unusual: the first three percent of a run do not stretch the loss axis; what lies above it is cut off.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tokenformer.errors import UserError
 from tokenformer.train.report import grown, read_rows, unit_of
 
 COLOURS = ("#0b6bcb", "#d1480f", "#1a7f4b", "#8a3ffc", "#b28600", "#0d8599", "#c2185b", "#5f6b7a")
-LOSS = "loss (nats a token)"
-AXES = {"step": "step", "tokens": "tokens", "hours": "hours", "compute": "training FLOPs"}
+COMPUTE = "training FLOPs"  # the label of the axis `compute`; other axes are called what they are
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Curve:
     """What is drawn of one run: training loss, validation loss, and where it grew, over one axis."""
 
     name: str
+    unit: str  # what the run counts: tokens, images, …
     train: list[tuple[float, float]]
     validation: list[tuple[float, float]]
     growths: list[tuple[float, str]] = field(default_factory=list)
@@ -28,7 +30,7 @@ class Curve:
 
 
 def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> Curve:
-    """A run's curve from its metrics.jsonl."""
+    """Read a run's curve from its metrics.jsonl. `axis` is step, hours, compute, or what the run counts (tokens, …)."""
     run = Path(run)
     if not (run / "metrics.jsonl").is_file():
         raise UserError(f"{run} has no metrics.jsonl: give the folder of a run")
@@ -36,22 +38,21 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
     train = [row for row in rows if row["kind"] == "train" and row.get("loss") is not None]
     if not train:
         raise UserError(f"{run / 'metrics.jsonl'} has no training rows yet: wait for the first log line")
+    last, unit = train[-1], unit_of(train[-1])
+    if axis not in ("step", "hours", "compute", unit):
+        raise UserError(f"{run} does not count {axis}: draw it over step, hours, compute or {unit}")
     key = "flops" if axis == "compute" else axis
     known = sorted((row["step"], float(row[key])) for row in train if row.get(key) is not None)
     if not known:
         raise UserError(f"{run / 'metrics.jsonl'} says nothing about {axis}: draw over another axis")
 
     def at(step: int) -> float:
-        """Where a step lies on the axis: between the two log lines around it."""
-        (s0, x0), (s1, x1) = next(
-            ((a, b) for a, b in zip([(0, 0.0), *known], known, strict=False) if step <= b[0]), (known[-1], known[-1])
-        )
-        return x1 if s1 == s0 else x0 + (x1 - x0) * (step - s0) / (s1 - s0)
+        """Return where a step lies on the axis: between the two log lines around it."""
+        return float(np.interp(step, [0, *(s for s, _ in known)], [0.0, *(x for _, x in known)]))
 
     validation = [row for row in rows if row["kind"] == "validation" and row.get("loss") is not None]
     growths = [row for row in rows if grown(row)]
     samples = [row["text"] for row in rows if row["kind"] == "sample" and "text" in row]
-    last, unit = train[-1], unit_of(train[-1])
     facts = {
         "steps": last["step"],
         unit: last[unit],
@@ -62,6 +63,7 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
     }
     return Curve(
         name or run.name,
+        unit,
         [(at(row["step"]), row["loss"]) for row in train],
         [(at(row["step"]), row["loss"]) for row in validation],
         [(at(row["step"]), str(row.get("to", ""))) for row in growths],
@@ -71,17 +73,23 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
 
 
 def bounds(curves: list[Curve]) -> tuple[float, float, float]:
-    """(right end, lowest loss, highest loss worth showing) of several curves."""
-    right = max(x for c in curves for x, _ in c.train + c.validation) or 1.0
-    values = [y for c in curves for x, y in c.train + c.validation]
-    later = [y for c in curves for x, y in c.train + c.validation if x > 0.03 * right] or values
+    """Return (right end, lowest loss, highest loss worth showing) of several curves."""
+    points = [point for c in curves for point in c.train + c.validation]
+    right, values = max(x for x, _ in points) or 1.0, [y for _, y in points]
+    later = [y for x, y in points if x > 0.03 * right] or values
     low, high = min(values), max(later)
     edge = 0.05 * (high - low or abs(high) or 1.0)
     return right, low - edge, high + edge
 
 
+def labels(curves: list[Curve], axis: str) -> tuple[str, str]:
+    """Return what stands at the two axes."""
+    loss = "loss (nats per token)" if all(curve.unit == "tokens" for curve in curves) else "loss"
+    return COMPUTE if axis == "compute" else axis, loss
+
+
 def draw_png(curves: list[Curve], path: str | Path, axis: str = "step", title: str = "") -> None:
-    """Loss curves as a picture."""
+    """Draw loss curves as a picture."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -95,18 +103,17 @@ def draw_png(curves: list[Curve], path: str | Path, axis: str = "step", title: s
     right, low, high = bounds(curves)
     for colour, curve in zip(COLOURS * len(curves), curves, strict=False):
         axes.plot(*zip(*curve.train, strict=True), color=colour, linewidth=1.1, alpha=0.55 if curve.validation else 1.0)
-        label = curve.name
         if curve.validation:
             style = {"color": colour, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
-            axes.plot(*zip(*curve.validation, strict=True), label=label, **style)
-        else:
-            axes.lines[-1].set_label(label)
+            axes.plot(*zip(*curve.validation, strict=True), **style)
+        axes.lines[-1].set_label(curve.name)
         for x, what in curve.growths:
             axes.axvline(x, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.8)
             style = {"fontsize": 8, "color": colour, "rotation": 90, "va": "top", "clip_on": True}
             label = f"grown to {what}" if what else "grown"
             axes.annotate(label, (x, high), (4, -4), textcoords="offset points", **style)
-    axes.set(xlim=(0, right), ylim=(low, high), xlabel=AXES[axis], ylabel=LOSS, title=title or None)
+    axes.set(xlim=(0, right), ylim=(low, high), title=title or None)
+    axes.set(**dict(zip(("xlabel", "ylabel"), labels(curves, axis), strict=True)))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, title="line with dots: validation" if any(c.validation for c in curves) else None)

@@ -1,6 +1,6 @@
 """What the user sees: a live line on a terminal, plain lines elsewhere and in `log`, and always metrics.jsonl.
 
-MFU = training FLOPs per unit (attention counted once) · units/s / the GPU's dense 16-bit peak; none if unknown.
+MFU = training FLOPs per unit (attention counted once) · units/s / the GPU's dense 16-bit peak; none if that is unknown.
 """
 
 import contextlib
@@ -24,11 +24,13 @@ import torch
 
 from tokenformer import __version__
 from tokenformer.config import Config
+from tokenformer.errors import UserError
 from tokenformer.files import write_text
 from tokenformer.parsing import read_json
 from tokenformer.terminal import drop_output
 from tokenformer.train import loggers
 
+LARGEST = 1 << 32  # bytes of metrics.jsonl
 # Dense 16-bit TFLOP/s by a part of the name that CUDA gives; longer names first where one holds another.
 PEAKS = {
     "GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989,
@@ -66,13 +68,13 @@ def environment(command: list[str]) -> dict[str, Any]:
 
 
 class Lines:
-    """A file that lines are added to. What it does not take now (the disk is full) is kept, and goes in front later."""
+    """A file that lines are appended to. What cannot be written now (the disk is full) is kept and written later."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, b""
 
     def add(self, line: str) -> OSError | None:
-        """Append a line, or return why that could not be done. The file never holds a part of a line."""
+        """Append a line, or return the error. The file never holds a part of a line."""
         self.waiting += (line + "\n").encode(errors="replace")
         try:
             with open(self.path, "ab", buffering=0) as file:
@@ -87,9 +89,9 @@ class Lines:
 
 
 class Report:
-    """Reports one run from `step` on. Rows beyond that step belong to a future that was lost, and are dropped.
+    """Reports one run from `step` on. Rows of later steps, which a resumed run repeats, are dropped.
 
-    Making one may raise OSError. From then on nothing that it is told ends the run: what fails is said once.
+    Making one may raise OSError. After that no failure to report ends the run: each is printed once.
     """
 
     def __init__(self, run: Path, config: Config, step: int, command: list[str]) -> None:
@@ -108,7 +110,7 @@ class Report:
         self.bar = _bar(config.steps, step) if sys.stdout.isatty() else None
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Print a line, and append it to `log`."""
         self._add(self.log, text)
         try:
             if self.bar is not None:
@@ -134,7 +136,7 @@ class Report:
                 self._failed(f"log.{logger.name}", error)
 
     def sample(self, step: int, made: Mapping[str, str | bytes]) -> None:
-        """Keep what a task made to look at: text in the metrics and as a line, bytes as files of samples/STEP/."""
+        """Keep the samples of a task: text in the metrics and as a line, bytes as files of samples/STEP/."""
         texts = {name: content for name, content in made.items() if isinstance(content, str)}
         if texts:
             self.row("sample", step, **texts)
@@ -180,7 +182,7 @@ class Report:
             self._failed(str(lines.path), error)
 
     def _failed(self, what: str, error: Exception) -> None:
-        """Say that something cannot be written, once until it can be again."""
+        """Print that something cannot be written, once until it can be again."""
         if what not in self.failing:
             self.failing.add(what)
             why = (isinstance(error, OSError) and error.strerror) or error
@@ -191,13 +193,10 @@ class Report:
 
 
 class Silent:
-    """The report of every rank but the first: nothing."""
+    """The report of every rank but the first: each of its methods does nothing."""
 
-    def say(self, text: str) -> None: ...
-    def row(self, kind: str, step: int, **values: Any) -> None: ...
-    def sample(self, step: int, made: Mapping[str, str | bytes]) -> None: ...
-    def progress(self, step: int, values: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *values, **named: None
 
 
 @dataclasses.dataclass
@@ -217,7 +216,7 @@ class Totals:
 
 
 class Clock:
-    """Time spent training since the last question; what is done aside (validation, saving) does not count."""
+    """The time spent training since it was last asked for, without validation and saving (`aside`)."""
 
     def __init__(self) -> None:
         self.since, self.not_counted = time.monotonic(), 0.0
@@ -238,7 +237,8 @@ class Clock:
 
 
 def describe(step: int, steps: int, values: dict[str, Any]) -> str:
-    """
+    """Return the line of a log step.
+
     >>> describe(40, 100, {"loss": 2.5, "rate": 1e-3, "tokens_per_second": 5e4, "memory": 3e9, "left": 75, "mfu": None})
     'step 40/100  loss 2.5000  rate 1.00e-03  50,000 tokens/s  3.0 GB  1:15 left'
     """
@@ -276,13 +276,17 @@ def grown(row: dict) -> bool:
 def read_rows(run: str | Path) -> list[dict]:
     """Read the rows of a run's metrics.jsonl; a last line that a kill cut short is left out."""
     rows = []
-    for line in (Path(run) / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
-            rows.append(row)
+    path = Path(run) / "metrics.jsonl"
+    if path.stat().st_size > LARGEST:
+        raise UserError(f"{path} has more than {LARGEST:,} bytes, which no run writes: mend it or move it away")
+    with open(path, "rb") as file:
+        while line := file.readline(1 << 20):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
+                rows.append(row)
     return rows
 
 
@@ -296,7 +300,7 @@ def _bar(steps: int, step: int) -> Any:
 
 
 def profiler(run: Path, say: Callable[[str], None]) -> torch.profiler.profile:
-    """Return a profiler that leaves a trace in the run's folder when it is stopped."""
+    """Return a profiler that writes a trace into the run's folder when it is stopped."""
 
     def export(profile: torch.profiler.profile) -> None:
         profile.export_chrome_trace(str(run / "trace.json"))

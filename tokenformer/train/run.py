@@ -1,7 +1,8 @@
-"""The run folder: what may be begun there, what may be continued, and by one process at a time."""
+"""The run folder: what may be begun or continued there, by one process at a time, and how a user continues it."""
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from tokenformer import config as native
 from tokenformer.config import Config
 from tokenformer.errors import UserError
 
-HELD = ("batch", "seed", "start")  # with another value it would be another run; so would another model or optimizer
+FIXED = ("batch", "seed", "start")  # with another value it would be another run; so would another model or optimizer
 OWN = set(
     ".lock config.yml environment.json metrics.jsonl log trace.json checkpoints samples tensorboard wandb".split()
 )
@@ -64,8 +65,8 @@ def earlier(folder: Path, resume: bool) -> Config | None:
 
 
 def changes(folder: Path, was: Config, now: Config) -> list[str]:
-    """What differs from the run's own config, in words; refused where it would be another run."""
-    pairs = {name: (getattr(was, name), getattr(now, name)) for name in HELD}
+    """Return what differs from the run's own config, in words. Refuse what would make it another run."""
+    pairs = {name: (getattr(was, name), getattr(now, name)) for name in FIXED}
     pairs["task"] = (was.task or was.model.of, now.task or now.model.of)
     pairs["optimizer.kind"] = (was.optimizer.kind, now.optimizer.kind)
     if was.model.resolved() != now.model.resolved():
@@ -78,7 +79,8 @@ def changes(folder: Path, was: Config, now: Config) -> list[str]:
 
 
 def differences(was: dict, now: dict, at: str = "") -> list[str]:
-    """
+    """Return the keys whose values differ, with both values.
+
     >>> differences({"a": {"b": 1}}, {"a": {"b": 2}, "c": 3})
     ['a.b: 1 → 2', 'c: None → 3']
     """
@@ -94,7 +96,7 @@ def differences(was: dict, now: dict, at: str = "") -> list[str]:
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """One process trains a run at a time."""
+    """Lock the folder of a run: one process trains it at a time."""
     import fcntl
 
     with contextlib.ExitStack() as held:
@@ -120,3 +122,16 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"the run {folder} cannot be written ({why}): make room, or give another --out") from None
+
+
+def resume_command(folder: Path, alone: bool) -> str:
+    launcher = "" if alone else f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE')} -m "
+    return f"{launcher}tokenformer train {folder} --resume"
+
+
+def less_memory(config: Config) -> str:
+    """Return which settings to give if the memory does not suffice."""
+    micro = config.micro_batch or 1
+    if micro == 1:
+        return "train.activation_checkpointing=full, a larger parallel.shard or a smaller model (micro_batch= is 1)"
+    return f"micro_batch={micro // 2} (it is {micro}; the batch of {config.batch} stays as it is)"

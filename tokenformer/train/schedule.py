@@ -6,7 +6,7 @@ from tokenformer.config_train import ScheduleConfig
 
 
 def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
-    """What the peak rate is multiplied by in step `step` (0 is the first, at rate 0 if there is a warm-up).
+    """Return the factor of the peak rate in step `step` (0 is the first, at rate 0 if there is a warm-up).
 
     >>> cosine = ScheduleConfig(kind="cosine", warmup=10, floor=0.1)
     >>> [round(factor(cosine, step, 110), 3) for step in (0, 5, 10, 60, 110, 200)]
@@ -25,5 +25,5 @@ def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
 
 
 def _steps(amount: float, steps: int) -> int:
-    """A number of steps, or a share of all when below 1."""
+    """Return a number of steps, given as such or, below 1, as a share of all."""
     return round(amount * steps) if amount < 1 else round(amount)

@@ -5,28 +5,39 @@ from torch import Tensor
 
 from tokenformer.config import Config
 from tokenformer.errors import UserError
+from tokenformer.models import build as build_model
 from tokenformer.models.init import initial
 from tokenformer.models.names import parse
 from tokenformer.parallel.parallelize import Build, Values
 
 
-def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
-    """Return what gives each whole parameter its first values, by name and shape. `files` belong to the task's data.
+def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[Values, list[dict]]:
+    """Return a function from a whole parameter's name and shape to its first values, and the growths behind them.
 
     Parameter tokens of a smaller model (`start`) fill the first rows, the rest keeps its initial values and τ follows
-    the new number: the official `pretrain_partial_init`, which does not keep the function.
+    the new number: the official `pretrain_partial_init`, which does not compute the same as the smaller model. `files`
+    belong to the task's data, whose tokenizer must be that of `start`.
     """
+    from tokenformer.hub.dcp import read_tensors
+    from tokenformer.hub.folder import read_history
     from tokenformer.hub.open import open_model
 
     model_config, start = config.model.resolved(), config.start
     with torch.device("meta"):
         model = build(model_config)
-    mine, given = dict(model.named_parameters()), {}
+    mine, given, history = dict(model.named_parameters()), {}, []
     if start:
         try:
             opened = open_model(start)
             opened.check_tokenizer(files.get("tokenizer.json"))
-            given = {name: tensor.detach() for name, tensor in opened.model.named_parameters()}
+            if opened.located.kind in ("ours", "checkpoint") and opened.config.of != model_config.of:
+                kinds = f"{opened.config.of}, not of {model_config.of}"
+                raise UserError(f"{start} is a model of {kinds}: give other weights")
+            if opened.located.kind == "checkpoint" and build is not build_model:  # the package cannot make this model
+                given, history = read_tensors(opened.located.path), read_history(opened.located.path)
+            else:
+                given = {name: tensor.detach() for name, tensor in opened.model.named_parameters()}
+                history = opened.model.history
         except UserError as error:
             raise UserError(f"start (official: pretrain_partial_init): {error}") from None
     for name, tensor in given.items():
@@ -46,4 +57,4 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> Values:
             made[tuple(slice(n) for n in given[name].shape)] = given[name]
         return made
 
-    return values
+    return values, history

@@ -1,7 +1,7 @@
 """What turns a batch into a loss: the contract between the trainer and a task, and what all tasks share.
 
-A task has no layout, precision or compiler: it is given a model and calls it. The simplest one opens its data in
-`__init__` and writes `loss`; language.py is the task of language models.
+A task knows no layout, precision or compiler: it is given a model and calls it. The simplest one opens its data in
+`__init__` and implements `loss`; language.py is the task of language models.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,7 +54,7 @@ class Task:
     ) -> tuple[Tensor, Tensor]:
         """Accumulate the gradients of loss × scale over the micro-batches of a step; return their total and count.
 
-        A task whose loss is over the whole batch at once (pairs) has its own. `pipeline` is None but for language.
+        A task whose loss is over the whole batch at once (pairs) overrides this. Only language models use `pipeline`.
         """
         total = count = torch.zeros((), device=self.device)
         for _ in range(self.loader.micro_batches):
@@ -64,9 +64,9 @@ class Task:
         return total, count
 
     def measures(self, model: Any) -> dict[str, float]:
-        """Return `loss`, its mean over the same held-out samples each time; nothing where there are none.
+        """Return `loss`, the mean over the same held-out samples each time; nothing if there are none.
 
-        As for `sample`, no gradients are kept.
+        The trainer calls this, and `sample`, without gradients.
         """
         if self.held_out is None or not self.held_out.samples:
             return {}
@@ -81,11 +81,11 @@ class Task:
         return {"loss": (total / count).item()}
 
     def sample(self, model: Any) -> dict[str, str | bytes]:
-        """Return something to look at by name: text goes into the metrics, bytes become files of samples/STEP/."""
+        """Return samples to look at, by name: text goes into the metrics, bytes become files of samples/STEP/."""
         return {}
 
     def files(self) -> dict[str, str]:
-        """Return what belongs beside the weights."""
+        """Return the files that belong beside the weights, by name."""
         return {}
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
@@ -94,12 +94,12 @@ class Task:
 
 
 def pinned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Return memory that a GPU can copy from while the program goes on."""
+    """Allocate pinned memory, from which a GPU copies while the program goes on."""
     kind = torch.from_numpy(np.empty(0, dtype)).dtype
     return torch.empty(shape, dtype=kind, pin_memory=True).numpy()
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Return an array of the loader on a device. Pinned memory goes by its own storage, which frees it late enough."""
+    """Copy an array of the loader to a device. Pinned memory keeps its own storage, which is then freed late enough."""
     tensor = array.base if isinstance(array.base, Tensor) else torch.from_numpy(array)
     return tensor.to(device, non_blocking=True)

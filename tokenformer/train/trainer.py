@@ -1,17 +1,15 @@
 """One loop for every task, parallelism and precision: build → resume → loop → close. No callbacks.
 
-Unusual: nothing reads the device between two log lines; a step with a non-finite loss or gradient is undone on the
-device; everything that must survive is in `parts`; all that can be refused is refused before anything is written.
+Unusual: nothing reads the device between two log lines; whether a step is skipped (its loss or gradient is not finite)
+is decided on the device; all that a checkpoint must keep is in `parts`; all refusals come before anything is written.
 """
 
 import contextlib
 import dataclasses
 import functools
 import math
-import os
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +23,6 @@ from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError, out_of_memory
 from tokenformer.files import write_text
 from tokenformer.growth import progressive
-from tokenformer.growth.plan import plan_growth
 from tokenformer.growth.stages import Progress, chain, check_reached, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.folder import read_config, read_history, sidecars
@@ -43,21 +40,21 @@ from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
 from tokenformer.train.report import Clock, Report, Silent, Totals, memory, peak_flops, profiler
-from tokenformer.train.run import changes, earlier, lock, with_batch_sizes, writing
+from tokenformer.train.run import changes, earlier, less_memory, lock, resume_command, with_batch_sizes, writing
 from tokenformer.train.schedule import factor
+from tokenformer.train.signals import caught_signals
 from tokenformer.train.start import first_values
 from tokenformer.train.task import Task
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 TASKS: dict[str, type[Task]] = {"language": LanguageTask}
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what Slurm is asked to send before preemption
 
 
 class Trainer:
-    """Trains what a config says into a run folder. `run()` returns the signal that ended it early, or None.
+    """Trains the model of a config and writes a run folder. `run()` returns the signal that ended it early, or None.
 
-    `resume` goes on from the newest checkpoint of the run, or begins it where there is none. `task` and `build` are for
-    tasks and models that the package does not know: a class like `Task`, and what makes a model from its config.
+    `resume` continues from the newest checkpoint of the run, or begins if there is none. `task` and `build` are for
+    tasks and models that the package does not know: a class like `Task`, and a function from a config to a model.
     """
 
     def __init__(
@@ -72,16 +69,15 @@ class Trainer:
     ):
         self.config, self.folder, self.resuming = config, Path(run), resume
         self.make_task, self.build_model = task or choose_task(config), build or build_model
-        self.command = command or sys.argv
-        self.step = 0
+        self.command, self.step = command or sys.argv, 0
         self.asked = 0  # the signal that this process got
-        self.stop: signal.Signals | None = None  # the one that all ranks know of
+        self.stop: signal.Signals | None = None  # the signal that some rank got, once all ranks know of it
 
     def run(self) -> signal.Signals | None:
         try:
             self.build()
-            with contextlib.ExitStack() as held, self.signals():
-                self.place.first_does(lambda: self.take(held))
+            with contextlib.ExitStack() as held, caught_signals(self.ask_to_stop, once=self.place.alone):
+                self.place.run_on_first(lambda: self.lock_folder(held))
                 self.resume()
                 try:
                     self.loop()
@@ -91,32 +87,25 @@ class Trainer:
         except (MemoryError, RuntimeError) as error:
             if (said := out_of_memory(error)) is None:
                 raise
-            raise UserError(f"{said} in step {self.step + 1}: {self.need_less}") from None
+            then = f"go on with: {self.resume_command}" if all_steps(self.folder) else "start again"
+            raise UserError(f"{said} in step {self.step + 1}: give {less_memory(self.config)}, and {then}") from None
         self.place.leave()
         return self.stop
 
-    def take(self, held: contextlib.ExitStack) -> None:
-        """Lock the folder, and leave nothing in it that is no whole checkpoint."""
-        if (self.folder / ".lock").exists() and not self.seen:
-            self.notes.append(f"{self.folder} has no checkpoint: it is begun again")
-        held.enter_context(lock(self.folder))
-        if all_steps(self.folder) != self.seen:  # somebody was here before the lock
-            raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
-        with writing(self.folder):
-            self.notes += self.checkpoints.sweep(self.found)
-
-    # build: all that can be refused, nothing written
+    # build: everything that can be refused is checked, nothing is written
 
     def build(self) -> None:
-        self.look()
+        self.inspect_run()
         self.open_task()
         c, done = self.config, len(self.grown.steps)
-        dtype, split = COMPUTE[c.train.precision], self.place.degrees.token > 1  # of which there are no kernels yet
+        dtype, split = COMPUTE[c.train.precision], self.place.degrees.token > 1  # there are no kernels for that yet
         like = torch.empty(0, dtype=dtype, device=self.device)
         self.pattention_path = pattention.backend(like, "reference" if split else None)
         self.compiler = choose_compiler(c.train, self.device)
-        first = first_values(c, self.build_model, self.task.files()) if self.found.path is None else None
-        self.place.start(self.device)  # so far every rank checked for itself; from here on they act together
+        first, history = None, []  # from a checkpoint they come later
+        if self.found.path is None:
+            first, history = first_values(c, self.build_model, self.task.files())
+        self.place.start(self.device)  # so far every rank checked for itself; from here on they communicate
         torch.manual_seed(c.seed)
         if self.compiler != "none":
             allow_compilations(self.chain[done:])
@@ -124,17 +113,20 @@ class Trainer:
         self.parallelizer = Parallelizer(self.build_model, self.place, self.device, dtype, block)
         self.layout = self.parallelizer.make(self.chain[done], first)
         self.model, self.cost = self.layout.model, self.layout.model.cost()
-        shares = self.after_growth(done) if done else {}
+        self.model.history = history
+        shares = {}
+        if done:
+            shares = growing.after_growth(self.layout, self.build_model, self.chain[done - 1], self.stages[done - 1])
         self.optimizer = Optimizer(self.layout, c.optimizer, shares)
         self.guard, self.spikes = Guard(c.train, self.device), Spikes(c.train.spike)
         self.totals = Totals(self.task.unit)
-        parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "loader": self.task.loader}
-        self.parts = {**parts, "growth": self.grown}
+        self.parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "growth": self.grown}
+        self.parts["loader"] = self.task.loader
         self.checkpoints = Checkpoints(self.folder, c.checkpoint, self.place)
         self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
 
-    def look(self) -> None:
-        """What stands in the folder, and which models the run passes through."""
+    def inspect_run(self) -> None:
+        """Find what the folder holds and which models the run passes through; check that they can be trained here."""
         self.place = Place(self.config.parallel)
         small_first = not isinstance(self.config.growth, list)
         self.config, self.stages = progressive.resolve(self.config)
@@ -148,9 +140,9 @@ class Trainer:
         self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
         self.chain, self.grown = chain(self.config.model, self.stages), Progress()
         self.costs = [sample_flops(model) for model in self.chain]
-        if before is not None:  # the first rank reads every byte, and the others use what it found whole
+        if before is not None:  # the first rank reads every byte, and the others use the checkpoint that it found
             self.place.start(self.device)
-            self.found = self.place.first_does(lambda: find_newest(self.folder))
+            self.found = self.place.run_on_first(lambda: find_newest(self.folder))
         if self.found.path is not None:
             with checkpoint.expected_form(self.found.path):
                 self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
@@ -165,7 +157,7 @@ class Trainer:
         loggers.check(self.config)
 
     def open_task(self) -> None:
-        """Open the data; what they warn of is said when the run begins."""
+        """Open the data; their warnings are printed when the run begins."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
@@ -175,16 +167,17 @@ class Trainer:
                 raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
         check_reached(self.stages, self.grown, self.config.steps, self.task.units_per_step)
 
-    def after_growth(self, done: int) -> dict[str, float]:
-        """Freeze what the growth before this start froze; the share of the rate of what learns more slowly."""
-        stage, before = self.stages[done - 1], self.chain[done - 1]
-        with torch.device("meta"):
-            names = [name for name, _ in self.build_model(before).named_parameters()]
-        growth = plan_growth(before, names, stage, ends=self.model.ends)
-        self.layout.freeze(growing.frozen(growth, stage))
-        return growing.rates(growth, stage)
+    def lock_folder(self, held: contextlib.ExitStack) -> None:
+        """Lock the folder, and clear its checkpoints of those that are not whole."""
+        if (self.folder / ".lock").exists() and not self.seen:
+            self.notes.append(f"{self.folder} has no checkpoint: it is begun again")
+        held.enter_context(lock(self.folder))
+        if all_steps(self.folder) != self.seen:  # another process had the lock before
+            raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
+        with writing(self.folder):
+            self.notes += self.checkpoints.sweep(self.found)
 
-    # resume: from the newest complete checkpoint, or from the beginning
+    # resume: from the newest whole checkpoint, or from the beginning
 
     def resume(self) -> None:
         if (found := self.found.path) is not None:
@@ -199,8 +192,8 @@ class Trainer:
                 checkpoint.restore_rng(state["rng"])
             self.checkpoints.saved = self.step
         self.report: Report | Silent = Silent()
-        self.place.first_does(self.open_report)
-        self.announce()
+        self.place.run_on_first(self.open_report)
+        self.describe_run()
         self.batches = iter(self.task.loader)
         self.clock = Clock()
 
@@ -209,7 +202,7 @@ class Trainer:
             write_text(self.folder / "config.yml", native.to_yaml(self.config))
             self.report = Report(self.folder, self.config, self.step, self.command)
 
-    def announce(self) -> None:
+    def describe_run(self) -> None:
         c, say = self.config, self.report.say
         recipe = f"{c.optimizer.kind}, {c.train.precision}, {self.device.type}, {self.place.degrees}"
         say(f"{self.folder}: {c.model.kind} of {self.cost.parameters:,} parameters, {recipe}")
@@ -258,19 +251,19 @@ class Trainer:
             trace.stop()
 
     def stopping(self) -> bool:
-        """Whether some rank was asked to stop: all of them do after the same step."""
-        number = self.place.agree(self.asked)
+        """Tell whether some rank was asked to stop: then all of them stop after the same step."""
+        number = self.place.max(self.asked)
         self.stop = signal.Signals(number) if number else None
         return self.stop is not None
 
     def train_step(self) -> None:
-        """One update by the gradient of the mean loss over all ranks and micro-batches: ∇ Σ total / Σ count.
+        """Update by the gradient of the mean loss over all ranks and micro-batches: ∇ Σ total / Σ count.
 
         Each micro-batch is differentiated as total · scale / expected: `scale` is fp16's loss scale (else 1), and
         `expected`, what Σ count would be if everything counted, makes fp16 gradients those of a mean. Backward passes
-        and ranks add up, so what lies in the gradients is G = scale / expected · ∇ Σ total, and the gradient of the
+        and ranks add up, so the accumulated gradients are G = scale / expected · ∇ Σ total, and the gradient of the
         mean is G / (scale · normaliser) with normaliser = Σ count / expected. Clipping multiplies this divisor by
-        max(1, norm / clip), and the optimizer divides by it while it reads G.
+        max(1, norm / clip), and the optimizer divides by it when it reads G.
         """
         expected = self.task.units_per_step
         scale = self.guard.scale / expected
@@ -279,7 +272,7 @@ class Trainer:
         self.layout.collect_gradients()
         divisor, skip, norm = self.guard.check(self.layout.norm(), total, count / expected)
         self.optimizer.step(self.rate(self.step), divisor, skip)
-        self.layout.clear()
+        self.layout.zero_grad()
         self.recent.append(torch.stack([total / count, norm, skip, self.guard.scale]))
         self.guard.update(skip)
 
@@ -293,11 +286,11 @@ class Trainer:
         return c.optimizer.rate * rate_factor(self.stages, self.grown, step, c.steps, c.schedule, factor, before)
 
     def grow(self, stage: GrowthStage) -> None:
-        """A step like the others. What was before it is saved, and a rerun from there is the same to the bit."""
+        """Grow the model and its optimizer. The state before is saved, and a rerun from there gives the same bits."""
         self.log()
         self.save(wait=True)
         with self.clock.aside():
-            before, number = self.cost.parameters, len(self.grown.steps)
+            before, number = self.cost.parameters, len(self.model.history)
             losses = [self.measures().get("loss")]
             self.layout, self.optimizer, said = growing.grow(
                 self.layout, self.optimizer, stage, number, self.config.seed, self.parallelizer
@@ -313,7 +306,7 @@ class Trainer:
             self.report.say(said)
 
     def log(self) -> None:
-        """Reads the device once: what every step since the last log line had."""
+        """Read from the device the loss and norm of every step since the last log line, and report them."""
         if not self.recent:
             return
         rows = torch.stack(self.recent).tolist()
@@ -373,34 +366,34 @@ class Trainer:
 
     def save(self, wait: bool = False) -> None:
         with self.clock.aside():
-            self.collect()
+            self.wait_for_checkpoint()
             if self.checkpoints.saved == self.step:
                 return
             state = {"format": 1, "step": self.step, "rng": checkpoint.rng_state()}
             state |= {name: part.state_dict() for name, part in self.parts.items()}
             beside = sidecars(self.model.config, self.model.history) | self.task.files()
-            try:
+            with self.failures_reported():
                 self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state)
-            except CheckpointFailed as error:
-                self.failed(error)
             if wait:
-                self.collect()
+                self.wait_for_checkpoint()
 
-    def collect(self) -> None:
-        """Wait for a checkpoint that is being written in the background, and hear how it went."""
-        try:
+    def wait_for_checkpoint(self) -> None:
+        with self.failures_reported():
             self.checkpoints.wait()
+
+    @contextlib.contextmanager
+    def failures_reported(self) -> Iterator[None]:
+        """Report a checkpoint that could not be written; end the run if the config says so."""
+        try:
+            yield
         except CheckpointFailed as error:
-            self.failed(error)
+            self.report.row("event", self.step, what="checkpoint failed", reason=str(error))
+            said = f"{error}; the checkpoints before it are untouched"
+            if self.config.checkpoint.on_failure == "stop":
+                raise UserError(f"{said}: make room or mend that, then go on with: {self.resume_command}") from error
+            self.report.say(f"{said}, and training goes on")
 
-    def failed(self, error: CheckpointFailed) -> None:
-        self.report.row("event", self.step, what="checkpoint failed", reason=str(error))
-        said = f"{error}; the checkpoints before it are untouched"
-        if self.config.checkpoint.on_failure == "stop":
-            raise UserError(f"{said}: make room or mend that, then go on with: {self.resume_command}") from error
-        self.report.say(f"{said}, and training goes on")
-
-    # close: nothing is lost, and the user knows how to go on
+    # close: save, and say how to continue
 
     def close(self) -> None:
         self.log()
@@ -413,47 +406,15 @@ class Trainer:
             self.report.say(f"{stopped}; go on with: {self.resume_command}")
 
     @property
-    def need_less(self) -> str:
-        """What to do where the memory does not suffice."""
-        micro = self.config.micro_batch or 1
-        less = f"micro_batch={max(1, micro // 2)} (it is {micro}; the batch of {self.config.batch} stays as it is)"
-        if micro == 1:
-            less = "train.activation_checkpointing=full, a larger parallel.shard or a smaller model (micro_batch= is 1)"
-        saved = all_steps(self.folder)
-        return f"give {less}, and {f'go on with: {self.resume_command}' if saved else 'start again'}"
-
-    @property
     def resume_command(self) -> str:
-        many = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE')} -m "
-        return f"{'' if self.place.alone else many}tokenformer train {self.folder} --resume"
+        return resume_command(self.folder, self.place.alone)
 
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """The first signal asks the loop to end after its step; a second one ends the process as usual.
-
-        A rank of many hears each one several times, from the launcher and from Slurm: it just goes on leaving.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def ask(number: int, _frame: object) -> None:
-            self.asked = number
-            for each in SIGNALS if self.place.alone else ():
-                signal.signal(each, before[each])
-
-        before = {each: signal.getsignal(each) for each in SIGNALS}
-        for each in SIGNALS:
-            signal.signal(each, ask)
-        try:
-            yield
-        finally:
-            for each in SIGNALS:
-                signal.signal(each, before[each])
+    def ask_to_stop(self, number: int) -> None:
+        self.asked = number
 
 
 def choose_task(config: Config) -> type[Task]:
-    """Return the task that a config names, or else the one of its model."""
+    """Return the task that a config names, or that of its model."""
     name = config.task or config.model.of
     if name not in TASKS:
         raise UserError(f"task is '{name}', but must be {', '.join(TASKS)}; or give `Trainer` a `task`")

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.text.writing import write_set
 from tokenformer import UserError
 from tokenformer.config import DataConfig
 from tokenformer.data.text import indexed, sets
-from tokenformer.data.text.indexed import Indexed, write_set
+from tokenformer.data.text.indexed import Indexed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "indexed"
 TRUTH = json.loads((GOLDEN / "documents.json").read_text())
@@ -32,7 +33,7 @@ def test_golden_documents_read_back(name):
 def test_golden_sentences_read_back():
     found = Indexed(GOLDEN / "sentences")
     items = [item for document in TRUTH["sentences"] for item in document]
-    assert [found[i].tolist() for i in range(len(found))] == items
+    assert np.array_equal(found.tokens, np.concatenate(items)) and found.sizes.tolist() == [len(i) for i in items]
     assert [found.document(i).tolist() for i in range(found.documents)] == [
         [i for item in d for i in item] for d in TRUTH["sentences"]
     ]
@@ -86,7 +87,7 @@ def test_a_mutated_index_is_refused_or_reads_inside_file_and_vocabulary(tmp_path
         (tmp_path / "m.idx").write_bytes(mutate(original, rng))
         try:
             found = Indexed(tmp_path / "m", vocab=vocab)
-            ids = [found.document(i) for i in range(found.documents)] + [found[i] for i in range(len(found))]
+            ids = [found.document(i) for i in range(found.documents)]
             assert all(len(d) == 0 or (d.min() >= 0 and d.max() < vocab) for d in ids)
         except UserError:
             refused += 1
@@ -104,15 +105,16 @@ def test_every_type_code_is_refused_or_safe(tmp_path, code):
         return
     with pytest.raises(UserError):  # 3 is int16: same size, but ids above 32,767 turn negative
         found = Indexed(tmp_path / "m", vocab=50304)
-        [found[i] for i in range(len(found))]
+        [found.document(i) for i in range(found.documents)]
 
 
 def described(folder: Path) -> Path:
     prefix = folder / "s_text_document"
     for ending in ("bin", "idx"):
         shutil.copy(GOLDEN / f"uint16_text_document.{ending}", f"{prefix}.{ending}")
-    paths = {".bin": indexed.bin_path(prefix), ".idx": indexed.idx_path(prefix)}
-    (folder / "s.json").write_text(indexed.describe(prefix, paths, {"documents": 21}))
+    for file in ("tokens", "index"):
+        shutil.copy(indexed.set_files(prefix)[file], folder / file)
+    (folder / "s.json").write_text(indexed.describe(prefix, folder, {"documents": 21}))
     return prefix
 
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from tests.data.text.writing import write_set
 from tokenformer.data.permutation import EpochOrder, permute, round_keys
 from tokenformer.data.source import Blend
-from tokenformer.data.text.indexed import Indexed, write_set
+from tokenformer.data.text.indexed import Indexed
 from tokenformer.data.text.official_order import OfficialOrder
 from tokenformer.data.text.parts import bounds, part_edges
 from tokenformer.data.text.samples import Windows

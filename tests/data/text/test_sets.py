@@ -8,9 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.data.text.writing import write_set
 from tokenformer import UserError
 from tokenformer.data.text import sets
-from tokenformer.data.text.indexed import Indexed, write_set
+from tokenformer.data.text.indexed import Indexed
 from tokenformer.data.text.prepare import prepare
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "indexed"

@@ -1,6 +1,6 @@
 """Where a long text may be cut so that encoding the pieces gives the tokens of the whole.
 
-Unusual: a place counts only where the pre-tokenizer provably ends a match; where nothing is proven nothing is cut.
+Unusual: a text is cut only where the pre-tokenizer provably ends a match; where nothing is proven nothing is cut.
 """
 
 import re
@@ -27,7 +27,7 @@ LONGEST = 1 << 20  # characters without a place to cut: more would need memory w
 
 
 def cut_rule(tokenizer: dict) -> re.Pattern | None:
-    """The places where a text may be cut for a tokenizer (the contents of its JSON), or None where none is proven."""
+    """Return a pattern of the places where a text may be cut, from a tokenizer's JSON; None if none is proven."""
     normalizer, splitter = tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")
     if normalizer and not all(n["type"] in _NORMALIZERS for n in _steps(normalizer, "normalizers")):
         return None
@@ -57,7 +57,7 @@ def _ends_at_cuts(steps: list[dict]) -> bool:
 
 
 def last_cut(text: str, rule: re.Pattern, low: int, high: int) -> int | None:
-    """The last place in [low, high] where `text` may be cut.
+    """Return the last place in [low, high] where `text` may be cut.
 
     >>> last_cut("one two three", re.compile("(?<=[a-z])(?=[ ])"), 1, 12)
     7
@@ -72,21 +72,16 @@ def last_cut(text: str, rule: re.Pattern, low: int, high: int) -> int | None:
 
 
 def fragments(text: str, rule: re.Pattern | None, where: str) -> list[str]:
-    """A document in fragments that can be encoded by themselves; short ones come back whole."""
-    if len(text) <= FRAGMENT or rule is None:
-        return [text]
+    """Cut a document into fragments that can be encoded by themselves; a short one comes back whole."""
     pieces, start = [], 0
-    while len(text) - start > FRAGMENT:
-        stop = cut_near(text, rule, start, where)
-        if stop is None:
-            break
+    while rule and len(text) - start > FRAGMENT and (stop := cut_near(text, rule, start, where)):
         pieces.append(text[start:stop])
         start = stop
     return [*pieces, text[start:]]
 
 
 def cut_near(text: str, rule: re.Pattern, start: int, where: str, limit: int | None = None) -> int | None:
-    """The end of the fragment that starts at `start`; None when the rest has no place to cut and is short enough."""
+    """Return the end of the fragment that starts at `start`; None if the rest is short and has no place to cut."""
     size, limit = FRAGMENT, len(text) if limit is None else limit
     while True:
         stop = last_cut(text, rule, start + 1, min(start + size, limit - 1))

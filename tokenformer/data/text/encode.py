@@ -1,22 +1,18 @@
-"""Processes that encode: each is sent pieces of text and answers with ids."""
+"""Worker processes that encode: each is sent pieces of text and answers with token ids."""
 
-import json
 import mmap
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from tokenformer.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, dtype_for
-from tokenformer.data.workers import Answer, Worker, Workers
-
-_LENGTH = struct.Struct("<Q")
+from tokenformer.data.workers import Workers
 
 
 class Encoded(NamedTuple):
-    """What became of a piece: tokens of each of its units, all ids, and how many of them are special tokens."""
+    """An encoded piece: the number of tokens of each of its units, all ids, and how many of them are special tokens."""
 
     counts: np.ndarray
     ids: bytes
@@ -24,7 +20,7 @@ class Encoded(NamedTuple):
 
 
 def encode_units(tokenizer: Tokenizer, texts: Sequence[str], lasts: Sequence[bool]) -> Encoded:
-    """Ids of units one after another, with the end-of-document id behind each that ends a document."""
+    """Encode units one after another, with the end-of-document id behind each that ends a document."""
     end = np.array([tokenizer.end_of_document], dtype_for(tokenizer.vocab_size))
     encoded = tokenizer.encode_batch(texts)
     counts = [len(ids) + last for ids, last in zip(encoded, lasts, strict=True)]
@@ -35,45 +31,27 @@ def encode_units(tokenizer: Tokenizer, texts: Sequence[str], lasts: Sequence[boo
     return Encoded(np.array(counts, np.int64), ids.tobytes(), special)
 
 
-def start(setup: bytes, memory: mmap.mmap) -> Answer:
-    """Run in a worker: what turns pieces of text into ids, by the tokenizer that `setup` holds."""
-    about = json.loads(setup)
-    tokenizer: Tokenizer = ByteTokenizer()
-    if about["json"]:
-        tokenizer = FileTokenizer(about["json"], about["name"], about["end"])
-
-    def encode(payload: bytes) -> Sequence[bytes]:
-        (units,) = _LENGTH.unpack_from(payload)
-        lengths = np.frombuffer(payload, np.int64, units, 8)
-        lasts = np.frombuffer(payload, np.bool_, units, 8 + 8 * units)
-        ends = 8 + 9 * units + np.cumsum(lengths)
-        texts = [payload[e - n : e].decode() for e, n in zip(ends.tolist(), lengths.tolist(), strict=True)]
-        result = encode_units(tokenizer, texts, lasts.tolist())
-        return _LENGTH.pack(result.special), result.counts.tobytes(), result.ids
-
-    return encode
+def start(_memory: mmap.mmap, text: str, name: str, end: int) -> Callable[..., Encoded]:
+    """Run in a worker: return the function that encodes pieces of text, by a tokenizer's JSON (none: by bytes)."""
+    tokenizer: Tokenizer = FileTokenizer(text, name, end) if text else ByteTokenizer()
+    return lambda texts, lasts: encode_units(tokenizer, [text.decode() for text in texts], lasts)
 
 
 class Encoders:
-    """A number of worker processes; `submit` gives a Future of an `Encoded`."""
+    """Several worker processes; `submit` returns a Future of an `Encoded`."""
 
-    def __init__(self, tokenizer: Tokenizer, workers: int, end: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
         text = "" if isinstance(tokenizer, ByteTokenizer) else tokenizer.to_json()
-        setup = json.dumps({"json": text, "name": tokenizer.name, "end": end}).encode()
+        setup = (text, tokenizer.name, tokenizer.end_of_document)
         self._workers = Workers("tokenformer.data.text.encode.start", workers, setup)
         self._threads = ThreadPoolExecutor(workers)
 
     def submit(self, texts: Sequence[bytes], lasts: Sequence[bool]) -> Future[Encoded]:
-        lengths = np.array([len(t) for t in texts], np.int64).tobytes()
-        head = _LENGTH.pack(len(texts)) + lengths + np.array(lasts, np.bool_).tobytes()
-        body = b"".join(texts)
+        return self._threads.submit(self._encode, texts, lasts)
 
-        def encode(worker: Worker) -> Encoded:
-            answer = worker.ask(head, body)
-            (special,) = _LENGTH.unpack_from(answer)
-            return Encoded(np.frombuffer(answer, np.int64, len(texts), 8), answer[8 + 8 * len(texts) :], special)
-
-        return self._threads.submit(self._workers.run, encode)
+    def _encode(self, texts: Sequence[bytes], lasts: Sequence[bool]) -> Encoded:
+        with self._workers.idle() as worker:
+            return worker.ask(texts, lasts)
 
     def close(self) -> None:
         self._workers.close()

@@ -1,7 +1,7 @@
 """Megatron's memory-mapped set: `<prefix>.bin` holds the tokens, `<prefix>.idx` where items and documents begin.
 
-Unusual: opening proves that every read stays inside the file (items must lie one after another, as every writer of this
-format leaves them). Beside a set of ours stands a description with checksums; official files have none.
+Unusual: opening a set proves that every read stays inside the file (items must lie one after another, as every writer
+of this format leaves them). Beside a set of ours stands a description with checksums; official files have none.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 import mmap
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -25,61 +25,65 @@ MAGIC = b"MMIDIDX\0\0"
 CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats: no tokens
 _HEADER = struct.Struct("<QBQQ")  # version, code of the type, items, length of the document index
 _CHUNK = 1 << 20
+_TOKENIZER = {"name": str, "sha256": str, "vocab_size": int, "end_of_document": int}  # in a description
 SMALL = 4 << 30  # bytes of a set whose checksums verify=auto compares on every opening: some seconds
 
 
 def find_prefix(path: str | Path) -> Path:
-    """The prefix of a set, from any of its file names, its prefix or its short name."""
+    """Find the prefix of a set, given any of its file names, its prefix or its short name."""
     text = str(path)
     for ending in (".bin", ".idx", ".json"):
         text = text.removesuffix(ending)
     for prefix in (text, text + SUFFIX):
-        if Path(prefix + ".idx").is_file() or Path(prefix + ".bin").is_file():
+        if is_file(prefix + ".idx") or is_file(prefix + ".bin"):
             return Path(prefix)
     raise UserError(f"there is no prepared set '{path}' ({text}.idx is missing): make one with `tokenformer prepare`")
 
 
-def description_path(prefix: str | Path) -> Path:
-    """`<name>.json` for `<name>_text_document`."""
-    return Path(str(prefix).removesuffix(SUFFIX) + ".json")
-
-
-def bin_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.bin")
-
-
-def idx_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.idx")
+def set_files(prefix: str | Path) -> dict[str, Path]:
+    """Return where the files of a set stand; the last two only beside a set of ours."""
+    name = str(prefix).removesuffix(SUFFIX)
+    endings = {"tokens": f"{prefix}.bin", "index": f"{prefix}.idx"}
+    endings |= {"tokenizer": f"{name}.tokenizer.json", "description": f"{name}.json"}
+    return {file: Path(path) for file, path in endings.items()}
 
 
 class Indexed:
-    """A set, opened for reading; `tokens` is the whole stream, `set[i]` item i, `document(i)` document i."""
+    """A set, opened for reading; `tokens` is the whole stream, `document(i)` document i.
 
-    def __init__(self, path: str | Path, verify: Verify = "auto", vocab: int | None = None) -> None:
+    `verify` says whether checksums are compared; `seen` is called with the number of bytes that were.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        verify: Verify = "auto",
+        vocab: int | None = None,
+        seen: Callable[[int], object] | None = None,
+    ) -> None:
         self.prefix = find_prefix(path)
-        self.description = read_description(self.prefix)
+        self.files, self.description = set_files(self.prefix), read_description(self.prefix)
         if self.description:
-            check_description(self.prefix, self.description, verify)
-        idx = idx_path(self.prefix)
-        raw = _map(idx)
-        self._refuse(len(raw) >= 34 and raw[:9] == MAGIC, "is not an index of this format")
+            check_description(self.prefix, self.description, verify, seen)
+        raw = _map(self.files["index"])
+        self._need(len(raw) >= 34 and raw[:9] == MAGIC, "is not an index of this format")
         version, code, items, entries = _HEADER.unpack_from(raw, 9)
-        self._refuse(version == 1, f"has version {version}, and 1 is known")
-        self._refuse(code in CODES, f"names a type of ids ({code}) that cannot hold tokens")
-        self._refuse(len(raw) == 34 + 12 * items + 8 * entries, f"has {len(raw):,} bytes, not what its header says")
+        self._need(version == 1, f"has version {version}, and 1 is known")
+        self._need(code in CODES, f"names a type of ids ({code}) that cannot hold tokens")
+        self._need(len(raw) == 34 + 12 * items + 8 * entries, f"has {len(raw):,} bytes, not what its header says")
         self.dtype = np.dtype(CODES[code]).newbyteorder("<")
         self.sizes = np.frombuffer(raw, "<i4", items, 34)
         self.pointers = np.frombuffer(raw, "<i8", items, 34 + 4 * items)
         self.doc_idx = np.frombuffer(raw, "<i8", entries, 34 + 12 * items)
-        stream = _map(bin_path(self.prefix))
+        stream = _map(self.files["tokens"])
         self._check_items(len(stream))
         self.tokens = np.frombuffer(stream, self.dtype)
         self._maps = raw, stream
         self.vocab = vocab or (self.description or {}).get("tokenizer", {}).get("vocab_size")
 
-    def _refuse(self, holds: bool, what: str) -> None:
+    def _need(self, holds: bool, what: str) -> None:
         if not holds:
-            raise UserError(f"{idx_path(self.prefix)} {what}: restore it or prepare the set anew")
+            raise UserError(f"{self.files['index']} {what}: restore it or prepare the set anew")
 
     def _check_items(self, stream_bytes: int) -> None:
         end = 0
@@ -87,30 +91,25 @@ class Indexed:
             sizes = self.sizes[i : i + _CHUNK].astype(np.int64) * self.dtype.itemsize
             ends = end + np.cumsum(sizes)
             good = sizes.min() >= 0 and np.array_equal(ends - sizes, self.pointers[i : i + _CHUNK])
-            self._refuse(bool(good), "has items that do not lie one after another")
+            self._need(bool(good), "has items that do not lie one after another")
             end = int(ends[-1])
-        self._refuse(end == stream_bytes, f"describes {end:,} bytes, but the .bin beside it has {stream_bytes:,}")
+        self._need(end == stream_bytes, f"describes {end:,} bytes, but the .bin beside it has {stream_bytes:,}")
         marks = self.doc_idx
-        self._refuse(len(marks) > 0 and marks[0] == 0 and marks[-1] == len(self.sizes), "has a broken document index")
+        self._need(len(marks) > 0 and marks[0] == 0 and marks[-1] == len(self.sizes), "has a broken document index")
         for i in range(0, len(marks) - 1, _CHUNK):
             rising = bool((np.diff(marks[i : i + _CHUNK + 1]) >= 0).all())
-            self._refuse(rising, "has a document index that goes backwards")
+            self._need(rising, "has a document index that goes backwards")
 
     def __len__(self) -> int:
+        """Return the number of items; a document has one or more."""
         return len(self.sizes)
-
-    def __getitem__(self, item: int) -> np.ndarray:
-        if not 0 <= item < len(self):
-            raise IndexError(item)
-        start = int(self.pointers[item]) // self.dtype.itemsize
-        return self.span(start, start + int(self.sizes[item]))
 
     @property
     def documents(self) -> int:
         return len(self.doc_idx) - 1
 
     def document_start(self, number: int) -> int:
-        """The place in the stream where a document begins; `number` may be one past the last."""
+        """Return the place in the stream where a document begins; `number` may be one past the last."""
         item = int(self.doc_idx[number])
         return len(self.tokens) if item == len(self) else int(self.pointers[item]) // self.dtype.itemsize
 
@@ -120,26 +119,26 @@ class Indexed:
         return self.span(self.document_start(number), self.document_start(number + 1))
 
     def span(self, start: int, stop: int) -> np.ndarray:
-        """Tokens of the stream from `start` to `stop`, each inside the vocabulary (where one is known)."""
+        """Return the tokens from `start` to `stop`. Refuse those outside the vocabulary, where one is known."""
         ids = self.tokens[start:stop]
         highest = int(ids.max()) if self.vocab and len(ids) else 0
         lowest = int(ids.min()) if self.dtype.kind == "i" and len(ids) else 0
         if lowest < 0 or highest >= (self.vocab or 1):
             bad = lowest if lowest < 0 else highest
             raise UserError(
-                f"{bin_path(self.prefix)} holds token {bad} between places {start:,} and {stop:,}, outside the "
+                f"{self.files['tokens']} holds token {bad} between places {start:,} and {stop:,}, outside the "
                 f"vocabulary of {self.vocab or 'any tokenizer'}: use the tokenizer it was prepared with"
             )
         return ids
 
     def read_at_random(self) -> None:
-        """Tell the system that places come in no order: it then reads what is asked for, not megabytes around it."""
+        """Advise the system of random access: it then reads what is asked for, not megabytes around it."""
         for part in self._maps:
             if isinstance(part, mmap.mmap):
                 part.madvise(mmap.MADV_RANDOM)
 
     def fetch(self, start: int, stop: int) -> None:
-        """Begin to read a span from the disk, without waiting for it."""
+        """Ask the system to read a span from the disk, without waiting for it."""
         stream = self._maps[1]
         if isinstance(stream, mmap.mmap):
             begin = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
@@ -147,12 +146,12 @@ class Indexed:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short and made of the contents: from the checksums of the description, else from the index and samples."""
+        """A short digest of the contents: of the description's checksums, else of the index and some of the tokens."""
         digest = hashlib.sha256()
         if self.description:
             digest.update("".join(f["sha256"] for f in self.description["files"].values()).encode())
         else:
-            digest.update(files.sha256(idx_path(self.prefix)).encode())
+            digest.update(files.sha256(self.files["index"]).encode())
             step = max(1, len(self.tokens) // 64)
             for start in range(0, len(self.tokens), step):
                 digest.update(self.tokens[start : start + 2048].tobytes())
@@ -191,37 +190,14 @@ def write_index(path: Path, dtype: np.dtype, sizes: np.ndarray, doc_idx: np.ndar
             file.write(marks.astype("<i8").tobytes())
 
 
-def write_set(prefix: str | Path, documents: Iterable[Sequence[Sequence[int]]], dtype: type = np.uint16) -> None:
-    """Write a set (without description) from documents, each a list of items (lists of ids).
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_set(folder + "/toy_text_document", [[[1, 2, 3]], [[4], [5, 6]]])
-    ...     toy = Indexed(folder + "/toy")
-    ...     len(toy), toy.documents, toy.document(1).tolist()
-    (3, 2, [4, 5, 6])
-    """
-    sizes, doc_idx = [], [0]
-    with files.atomic_file(bin_path(prefix)) as stream, files.atomic_file(idx_path(prefix)) as index:
-        with open(stream, "wb") as file:
-            for document in documents:
-                for item in document:
-                    file.write(np.asarray(item, dtype).tobytes())
-                    sizes.append(len(item))
-                doc_idx.append(len(sizes))
-        write_index(index, np.dtype(dtype), np.array(sizes, np.int32), np.array(doc_idx, np.int64))
-
-
 # The description: sizes and checksums of the two files, and what is known about the set.
 
 
-def describe(prefix: Path, paths: dict[str, Path], about: dict, known: dict[str, str] | None = None) -> str:
-    """The text of a description; `paths` maps ".bin" and ".idx" to where the files are, `known` to known checksums."""
+def describe(prefix: Path, folder: Path, about: dict, checksum: str | None = None) -> str:
+    """Return the description of a set that lies in a folder as `tokens` (of this sha256, if known) and `index`."""
+    paths, known = {".bin": folder / "tokens", ".idx": folder / "index"}, {".bin": checksum}
     entries = {
-        prefix.name + ending: {
-            "bytes": path.stat().st_size,
-            "sha256": (known or {}).get(ending) or files.sha256(path),
-        }
+        prefix.name + ending: {"bytes": path.stat().st_size, "sha256": known.get(ending) or files.sha256(path)}
         for ending, path in paths.items()
     }
     return _seal({"format": 1, "files": entries, **about})
@@ -234,8 +210,8 @@ def _seal(description: dict) -> str:
 
 
 def read_description(prefix: Path) -> dict | None:
-    """The description beside a set, or None where there is none."""
-    path = description_path(prefix)
+    """Read the description beside a set; None where there is none."""
+    path = set_files(prefix)["description"]
     if not path.is_file():
         return None
     description = read_json(path)
@@ -246,23 +222,18 @@ def read_description(prefix: Path) -> dict | None:
             return None  # some other file of that name
         raise UserError(f"{path} does not describe {prefix.name}: restore it, or delete it to do without its checks")
     known = all(_has(entry, bytes=int, sha256=str) for entry in entries.values())
-    if not known or not _has(description.get("tokenizer", _ABOUT), **{k: type(v) for k, v in _ABOUT.items()}):
+    if not known or ("tokenizer" in description and not _has(description["tokenizer"], **_TOKENIZER)):
         raise UserError(f"{path} is not as we write it: restore it, or delete it to do without its checks")
     return description
-
-
-_ABOUT = {"name": "", "sha256": "", "vocab_size": 0, "end_of_document": 0}
 
 
 def _has(entry: object, **kinds: type) -> bool:
     return isinstance(entry, dict) and all(type(entry.get(name)) is kind for name, kind in kinds.items())
 
 
-def check_description(
-    prefix: Path, description: dict, verify: Verify, seen: Callable[[int], object] | None = None
-) -> None:
+def check_description(prefix: Path, description: dict, verify: Verify, seen: Callable[[int], object] | None) -> None:
     """Refuse a set whose files are not those of its description: by size, and as `verify` says by checksum."""
-    path = description_path(prefix)
+    path = set_files(prefix)["description"]
     if path.read_bytes() != _seal(description).encode():
         raise UserError(f"{path} was changed after it was written: restore it, or delete it to do without its checks")
     entries = {prefix.parent / name: entry for name, entry in description["files"].items()}
@@ -278,7 +249,7 @@ def check_description(
             raise UserError(f"{file} is not the file that {path.name} describes: restore it or prepare the set anew")
     if verify == "auto" and large:
         warnings.warn(
-            f"{prefix.name} is large, so that its sizes and structure were checked but not its checksums: "
+            f"{prefix.name} is large, so its sizes and structure were checked but not its checksums: "
             "`tokenformer data verify`, or data.verify=full, does that",
             stacklevel=3,
         )

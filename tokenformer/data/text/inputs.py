@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, globs, archives and standard input, opened as streams whatever packs them.
+"""Where text comes from: files, folders, globs, archives and standard input, opened as unpacked streams.
 
 Unusual: members of a plain .tar and of a .zip are inputs of their own, so that work can be shared out and resumed
 between them; other archives (.tar.gz and the like) are read through from the front.
@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from tokenformer.errors import UserError
+from tokenformer.parsing import is_file, is_folder
 
 Item = TypeVar("Item")
 STDIN = "-"
+_COMPRESSED: dict[str, Callable[[Any], Any]] = {".gz": lambda s: gzip.GzipFile(fileobj=s), ".xz": lzma.open}
+_COMPRESSED[".bz2"] = bz2.BZ2File
 DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, tarfile.ReadError, zipfile.BadZipFile)
 
 
@@ -45,14 +48,14 @@ class Input:
 
 
 def find_inputs(inputs: Sequence[str | Path]) -> list[Input]:
-    """All inputs that files, folders, globs or '-' name: folders and globs in the order of their names."""
+    """Find the inputs that files, folders, globs or '-' name; folders and globs in the order of their names."""
     found: list[Input] = []
     for given in map(str, inputs):
         if given == STDIN:
             found.append(Input(STDIN))
-        elif Path(given).is_file():
-            found += _members(given)
-        elif Path(given).is_dir():
+        elif is_file(Path(given)):
+            found += _members(str(Path(given)))  # a Path leaves out the end of `text.txt/.`
+        elif is_folder(given):
             inside = sorted(p for p in Path(given).rglob("*") if p.is_file() and not _hidden(p.relative_to(given)))
             found += [s for p in inside for s in _members(str(p))]
         else:
@@ -68,7 +71,7 @@ def find_inputs(inputs: Sequence[str | Path]) -> list[Input]:
 
 
 def take_shard(files: Sequence[Item], shard: tuple[int, int] | None) -> list[Item]:
-    """What belongs to shard i of n (counted from 1): neighbours, so that merged shards are the whole.
+    """Return what belongs to shard i of n (counted from 1): neighbours, so that merged shards are the whole.
 
     >>> take_shard(["a", "b", "c", "d", "e"], (2, 2))
     ['c', 'd', 'e']
@@ -86,8 +89,8 @@ def _hidden(path: Path) -> bool:
 
 
 def _members(path: str) -> list[Input]:
+    """Return the file as one input, or the members of a plain .tar or .zip as inputs of their own."""
     state = os.stat(path)
-    whole = Input(path, state.st_size, state.st_mtime_ns)
     try:
         if path.endswith(".tar"):
             with tarfile.open(path, "r:") as tar:
@@ -98,7 +101,7 @@ def _members(path: str) -> list[Input]:
             return [Input(path, z.compress_size, state.st_mtime_ns, z.filename) for z in entries]
     except (*DAMAGE, OSError) as error:
         raise UserError(f"{path} is damaged or cut off ({error}): get it anew") from None
-    return [whole]
+    return [Input(path, state.st_size, state.st_mtime_ns)]
 
 
 @lru_cache(maxsize=1)
@@ -107,7 +110,7 @@ def _zip(path: str) -> zipfile.ZipFile:
 
 
 class _Counted(io.FileIO):
-    """A file, or a range of it, that tells how many bytes were read."""
+    """A file, or a range of it, that reports how many bytes were read."""
 
     def __init__(self, path: str | int, seen: Callable[[int], object], start: int = 0, size: int | None = None) -> None:
         super().__init__(path, "rb", closefd=not isinstance(path, int))
@@ -133,7 +136,7 @@ class _Counted(io.FileIO):
 
 
 def open_input(given: Input, seen: Callable[[int], object] = lambda count: None) -> Iterator[tuple[BinaryIO, str]]:
-    """The streams of an input with their names, unpacked; `seen` is told the bytes read from the disk."""
+    """Yield the streams of an input, unpacked, with their names. `seen` is called with the bytes read from the disk."""
     if given.path == STDIN:
         raw = io.BufferedReader(_Counted(sys.stdin.fileno(), seen), 1 << 20)
         yield from unpack(raw, "")
@@ -148,15 +151,11 @@ def open_input(given: Input, seen: Callable[[int], object] = lambda count: None)
 
 
 def unpack(stream: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, str]]:
-    """Take off what the endings of a name say (.gz, .xz, .zst, .bz2, .tar, .zip), one after another."""
+    """Unpack what the endings of a name say (.gz, .xz, .zst, .bz2, .tar, .zip), one after another."""
     name = name.removesuffix(".tgz") + ".tar.gz" if name.endswith(".tgz") else name
     inner, ending = os.path.splitext(name)
-    if ending == ".gz":
-        yield from unpack(gzip.GzipFile(fileobj=stream), inner)  # type: ignore[arg-type]
-    elif ending == ".xz":
-        yield from unpack(lzma.open(stream), inner)  # type: ignore[arg-type]  # noqa: SIM115
-    elif ending == ".bz2":
-        yield from unpack(bz2.BZ2File(stream), inner)  # type: ignore[arg-type]
+    if ending in _COMPRESSED:
+        yield from unpack(_COMPRESSED[ending](stream), inner)
     elif ending == ".zst":
         yield from unpack(io.BufferedReader(_Zstd(stream, name), 1 << 20), inner)
     elif ending == ".tar":
@@ -174,7 +173,7 @@ def unpack(stream: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, str]]:
 
 
 def seekable(stream: BinaryIO) -> BinaryIO:
-    """The stream itself, or a copy in a temporary file where it cannot be sought."""
+    """Return the stream itself, or a copy of it in a temporary file if it cannot seek."""
     if isinstance(stream, io.BufferedReader) and isinstance(stream.raw, _Counted) and stream.seekable():
         return stream
     copy = tempfile.TemporaryFile()  # noqa: SIM115 (whoever reads it keeps it open)

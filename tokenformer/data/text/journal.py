@@ -1,12 +1,11 @@
 """Unfinished work of `prepare`: tokens and document sizes so far, and a journal that says which of them are whole.
 
-Unusual: a line of the journal is written after the data it vouches for, with their checksum: whatever kills a process,
-the next keeps every piece up to the first that is not vouched for. Sources may still change where none was taken.
+Unusual: a line of the journal is written after the data that it describes, with their checksum. Whatever kills a
+process, the next one keeps every piece up to the first that is not whole. Inputs that were not read yet may change.
 """
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import hashlib
 import json
@@ -18,9 +17,6 @@ from typing import BinaryIO
 
 from tokenformer.errors import UserError
 from tokenformer.files import sync
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 
 
 @dataclass(frozen=True)
@@ -42,17 +38,13 @@ class Progress:
 
 @contextlib.contextmanager
 def disk(folder: Path) -> Iterator[None]:
-    """A full disk, or a folder that cannot be written to, in a sentence."""
+    """Refuse in a sentence a full disk or a folder that cannot be written."""
     try:
         yield
     except OSError as error:
-        if error.errno in _CLOSED:
-            raise UserError(f"{folder} cannot be written to ({error.strerror}): choose another --out") from None
-        if error.errno not in _FULL:
-            raise
-        raise UserError(
-            f"there is no room left to write in {folder} ({error.strerror}): free some and start again to continue"
-        ) from None
+        why = error.strerror or error
+        what_to_do = "make room there or choose another --out, and start again to continue"
+        raise UserError(f"{folder} cannot be written ({why}): {what_to_do}") from None
 
 
 class Work:
@@ -85,7 +77,7 @@ class Work:
         return (self.folder / "final").exists()
 
     def _verify(self, settings: str, sources: list[list]) -> int | None:
-        """How many bytes of the journal are good, or None where it is of other work."""
+        """Return how many bytes of the journal are good; None if it belongs to other inputs or settings."""
         try:
             key = json.loads((self.folder / "key").read_text())
         except (FileNotFoundError, ValueError):
@@ -124,7 +116,7 @@ class Work:
         self._open(0)
 
     def _open(self, journal_bytes: int) -> None:
-        """Open for more, without what no line vouches for."""
+        """Open the files to append to them, cut off behind the last whole piece."""
         if self.final:
             return
         ends = self.progress.tokens * self._itemsize, self.progress.documents * 4, journal_bytes
@@ -142,13 +134,13 @@ class Work:
                 file.flush()
             digest = hashlib.sha256(ids + sizes).hexdigest()
             entry = {"bytes": [len(ids), len(sizes)], "sha256": digest, "progress": dataclasses.asdict(progress)}
-            journal.write(_line(entry))
+            journal.write(json.dumps(entry).encode() + b"\n")
             journal.flush()
         self.sha256.update(ids)
         self.progress = progress
 
     def publish(self, targets: dict[str, Path]) -> None:
-        """Give files of the folder their names (again, where that was interrupted), and remove the folder."""
+        """Move the files of the folder to their names, even after an interruption, and remove the folder."""
         with disk(self.folder.parent):
             for name in targets:
                 if (self.folder / name).exists():
@@ -167,7 +159,7 @@ class Work:
         self._lock.close()
 
     def close(self) -> None:
-        """Let go; a folder in which nothing was achieved goes."""
+        """Close the files and release the lock. Remove the folder if nothing was done in it."""
         self._close_files()
         if not self._lock.closed and self.progress == Progress() and not self.final:
             shutil.rmtree(self.folder)
@@ -178,7 +170,3 @@ class Work:
             with contextlib.suppress(OSError):  # what a full disk left in a buffer
                 file.close()
         self._files = []
-
-
-def _line(entry: dict) -> bytes:
-    return json.dumps(entry).encode() + b"\n"

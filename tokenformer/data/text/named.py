@@ -38,10 +38,7 @@ SETS = {
 
 
 def fetch(name: str, folder: str | Path, shard: tuple[int, int] | None = None) -> list[Input]:
-    """The inputs of a set (of a shard of it), downloaded as far as they are not there.
-
-    The published checksum of the text is checked where there is one.
-    """
+    """Return the inputs of a set, or of a shard of it. Download what is missing, and compare the published checksum."""
     known, folder = SETS[name], Path(folder) / name
     many = len(known.urls) > 1  # then a shard fetches its own archives alone
     paths = []
@@ -56,7 +53,7 @@ def fetch(name: str, folder: str | Path, shard: tuple[int, int] | None = None) -
 
 
 def text_md5(path: str | Path) -> str:
-    """The md5 of what an archive holds, unpacked."""
+    """Return the md5 of the unpacked contents of an archive."""
     digest = hashlib.md5(usedforsecurity=False)
     for one in find_inputs([path]):
         for stream, _ in open_input(one):
@@ -66,7 +63,7 @@ def text_md5(path: str | Path) -> str:
 
 
 def resolve(inputs: Sequence[str]) -> tuple[str | None, list[str]]:
-    """A set's name that stands first, and what to read: local copies of it, or any inputs.
+    """Return the name of a set, if one stands first, and what to read: local copies of it, or any inputs.
 
     >>> resolve(["enwik8", "my/enwik8.xz"]), resolve(["my/text.txt"])
     (('enwik8', ['my/enwik8.xz']), (None, ['my/text.txt']))
@@ -74,4 +71,4 @@ def resolve(inputs: Sequence[str]) -> tuple[str | None, list[str]]:
     first, *rest = inputs
     if first not in SETS:
         return None, list(inputs)
-    return first, rest or [first] * Path(first).exists()  # a file of that name is taken as a copy of it
+    return first, rest or [first] * Path(first).exists()  # a file of that name is a copy of the set

@@ -1,7 +1,7 @@
 """The sample order of GPT-NeoX: documents of all epochs shuffled as one list, cut into samples, the samples shuffled.
 
-Unusual: it depends on how many samples are asked for, and its length is one short, as there. Its arrays (documents,
-where each begins, shuffle) are built once, vectorised, into memory-mapped files that all ranks share.
+Unusual: the order depends on how many samples are asked for, and it is one sample short, as in GPT-NeoX. Its arrays
+(documents, where each begins, shuffle) are built once into memory-mapped files that all ranks share.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ NAMES = ("documents", "starts", "shuffle")
 
 
 class OfficialOrder:
-    """Samples of items `first` … `last`-1 of a set, for `samples` asked for."""
+    """The order of samples made of items `first` … `last`-1 of a set, for a run that asks for `samples` of them."""
 
     def __init__(
         self, source: Indexed, first: int, last: int, context: int, samples: int, seed: int, cache: Path
@@ -34,19 +34,19 @@ class OfficialOrder:
         made_of = (1, source.fingerprint, first, last, context, samples, seed)
         folder = cache / f"{source.prefix.name}.order-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
         if self._tokens:
-            self._ensure(folder, first, last, seed)
+            self._build_once(folder, first, last, seed)
             self.documents_shuffled, self.starts, self.shuffle = (_load(folder / f"{name}.npy") for name in NAMES)
         else:
             self.documents_shuffled = self.starts = self.shuffle = np.empty(0, np.int64)
         self.count = max(0, len(self.shuffle) - 1)  # one short, as official
 
-    def _ensure(self, folder: Path, first: int, last: int, seed: int) -> None:
+    def _build_once(self, folder: Path, first: int, last: int, seed: int) -> None:
         if folder.is_dir():
             return
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with open(f"{folder}.lock", "w") as lock:
-                with contextlib.suppress(OSError):  # where locks are not to be had, each rank builds the same
+                with contextlib.suppress(OSError):  # on a file system without locks each rank builds the same
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 if not folder.is_dir():
                     self._build(folder, first, last, seed)
@@ -64,8 +64,7 @@ class OfficialOrder:
             random = np.random.RandomState(seed)
             length = self.epochs * (last - first)
             documents = _new(beside, "documents", np.int32, length)
-            for epoch in range(self.epochs):
-                documents[epoch * (last - first) : (epoch + 1) * (last - first)] = np.arange(first, last)
+            documents.reshape(self.epochs, -1)[:] = np.arange(first, last)
             random.shuffle(documents)
             starts, end = _new(beside, "starts", np.int64, length), 0
             for i in range(0, length, _CHUNK):
@@ -85,14 +84,14 @@ class OfficialOrder:
             shutil.rmtree(beside, ignore_errors=True)
 
     def locate(self, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where unshuffled samples begin: place in `documents`, and offset in that document."""
+        """Return where unshuffled samples begin: the place in `documents_shuffled`, and the offset in that document."""
         place = np.asarray(sample, np.int64) * self.context
         row = np.searchsorted(self.starts, place, side="right") - 1
         row = np.where(place == 0, 0, row)  # the first sample begins at the first document, even an empty one
         return row, place - self.starts[row]
 
     def pieces(self, indices: np.ndarray) -> list[list[tuple[int, int]]]:
-        """Where the tokens of the samples at places of the order are in the stream: one piece per document."""
+        """Return where the tokens of samples are in the stream, one piece per document."""
         rows, offsets = self.locate(self.shuffle[indices])
         return [self._pieces(row, offset) for row, offset in zip(rows.tolist(), offsets.tolist(), strict=True)]
 
@@ -108,13 +107,13 @@ class OfficialOrder:
         return out
 
     def documents(self, pieces: list[tuple[int, int]]) -> np.ndarray:
-        """The number (0, 1, …) of the document of each token of a sample."""
+        """Return the number (0, 1, …) of the document that each token of a sample belongs to."""
         return np.repeat(np.arange(len(pieces)), [b - a for a, b in pieces])
 
 
 def _load(path: Path) -> np.ndarray:
     mapped = np.load(path, mmap_mode="r")
-    mapped._mmap.madvise(mmap.MADV_RANDOM)  # places come in no order: read no megabytes around them
+    mapped._mmap.madvise(mmap.MADV_RANDOM)  # random access: do not read megabytes ahead
     return mapped.view(np.ndarray)
 
 

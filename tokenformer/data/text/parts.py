@@ -8,7 +8,7 @@ PARTS = ("train", "validation", "test")
 
 
 def bounds(total: int, shares: Sequence[float]) -> list[int]:
-    """Where the parts of `total` things begin and end, rounded as GPT-NeoX does; parts of no share stay empty.
+    """Return where the parts of `total` things begin and end, rounded as GPT-NeoX does. A part of share 0 stays empty.
 
     >>> bounds(21, [969, 30, 1]), bounds(3, [0, 1, 1])
     ([0, 20, 21, 21], [0, 0, 1, 3])
@@ -22,7 +22,7 @@ def bounds(total: int, shares: Sequence[float]) -> list[int]:
 
 
 def part_edges(source: Indexed, shares: Sequence[float]) -> tuple[list[int], str]:
-    """Where the parts begin and end in the stream, and a sentence where not all of them are whole documents.
+    """Return where the parts begin and end in the stream, and a sentence if not all of them are whole documents.
 
     A part that would get no document is cut from its neighbours by tokens.
     """

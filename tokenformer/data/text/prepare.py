@@ -1,7 +1,7 @@
-"""From raw text to a prepared set: read, encode on many processes, write in order.
+"""From raw text to a prepared set: read it, encode it in many processes, write it in order.
 
 Unusual: text is cut into pieces by size alone, so the output is the same whatever the number of workers; a piece in the
-journal is never encoded again; the output takes its names at the very end.
+journal is never encoded twice; the output gets its names at the very end.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ MOST_UNITS = 4096
 
 @dataclass
 class Piece:
-    """Text for one worker, and where reading stands behind it."""
+    """Text for one worker, and how far the inputs were read when it ended."""
 
     texts: list[bytes]
     lasts: list[bool]
@@ -50,7 +50,7 @@ class Changed(Exception):
 
 
 def read_pieces(sources: Sequence[Input], reading: Reading, tokenizer: Tokenizer, after: Progress) -> Iterator[Piece]:
-    """All pieces behind `after`. Finished inputs are not opened; the open one is read again and compared."""
+    """Yield the pieces that follow `after`. Finished inputs are not opened; the open one is read again and compared."""
     read = sum(s.bytes for s in sources[: after.source])
 
     def seen(count: int) -> None:
@@ -91,7 +91,7 @@ def read_pieces(sources: Sequence[Input], reading: Reading, tokenizer: Tokenizer
 
 
 def _append(work: Work, piece: Piece, result: Encoded) -> None:
-    """Write what a worker made of the next piece."""
+    """Append an encoded piece to the work, and count it."""
     before, sizes, open_ = work.progress, [], work.progress.open
     for count, last in zip(result.counts.tolist(), piece.lasts, strict=True):
         open_ += count
@@ -131,9 +131,10 @@ def prepare(
     force: bool = False,
     say: Callable[[str], object] = lambda sentence: None,
 ) -> Path:
-    """Prepare `<out>/<name>_text_document.{bin,idx}` and `<out>/<name>.json`; gives the prefix. Continues what an
-    interrupted call with the same input and settings began. Sources that must be fetched first come from a function; it
-    is called when everything else was found to be right.
+    """Write `<out>/<name>_text_document.{bin,idx}` and `<out>/<name>.json`, and return the prefix.
+
+    What an interrupted call with the same inputs and settings began is continued. Inputs that must be downloaded first
+    come from a function, which is called when everything else was found to be right.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +143,7 @@ def prepare(
     ...     indexed.Indexed(prefix).document(0).tolist()
     [105, 102, 109, 109, 112, 0]
     """
-    reading, workers = reading or Reading(), workers or len(os.sched_getaffinity(0))
+    reading, workers = reading or Reading(), len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
         raise UserError(f"--workers {workers} cannot work: give 1 or more")
     if Path(name).name != name:
@@ -153,12 +154,7 @@ def prepare(
             raise UserError(f"there is no shard {shard[0]} of {shard[1]}: they count from 1 to {shard[1]}")
         name = f"{name}-{shard[0]}-of-{shard[1]}"
     prefix = Path(out) / (name + indexed.SUFFIX)
-    targets = {
-        "tokens": indexed.bin_path(prefix),
-        "index": indexed.idx_path(prefix),
-        "tokenizer": Path(out) / f"{name}.tokenizer.json",
-        "description": indexed.description_path(prefix),
-    }
+    targets = indexed.set_files(prefix)
     folder = Path(out) / f".{prefix.name}.work"
 
     def refuse_existing() -> None:
@@ -170,7 +166,8 @@ def prepare(
         refuse_existing()
     sources = inputs() if callable(inputs) else take_shard(find_inputs(inputs), shard)
     dtype = np.dtype(dtype_for(encoder.vocab_size))
-    work = Work(folder, _settings(reading, encoder), [_stamp(s) for s in sources], dtype.itemsize)
+    stamps = [[s.path if s.path == STDIN else os.path.abspath(s.path), *dataclasses.astuple(s)[1:]] for s in sources]
+    work = Work(folder, _settings(reading, encoder), stamps, dtype.itemsize)
     try:
         if not work.final:
             refuse_existing()
@@ -178,7 +175,7 @@ def prepare(
                 say(work.note)
             elif work.progress != Progress():
                 say(f"continuing after {work.progress.tokens:,} tokens of an interrupted run")
-            _encode_all(work, sources, reading, encoder, workers, end, say)
+            _encode_all(work, sources, reading, encoder, workers, say)
             if not work.progress.documents:
                 work.discard()
                 others = f" and {len(sources) - 1} other files" if len(sources) > 1 else ""
@@ -192,17 +189,12 @@ def prepare(
 
 
 def _settings(reading: Reading, tokenizer: Tokenizer) -> str:
-    """All that decides the tokens of an input. Not `on_error`: what was taken without error is the same with both."""
+    """Return a digest of all that decides the tokens of an input. (`on_error` only decides what is left out.)"""
     import tokenizers
 
     how = {**dataclasses.asdict(reading), "on_error": None}
     made_of = [FORMAT, PIECE, how, fingerprint(tokenizer), tokenizer.end_of_document, tokenizers.__version__]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-
-
-def _stamp(source: Input) -> list:
-    path = source.path if source.path == STDIN else os.path.abspath(source.path)
-    return [path, *dataclasses.astuple(source)[1:]]
 
 
 def _encode_all(
@@ -211,13 +203,13 @@ def _encode_all(
     reading: Reading,
     tokenizer: Tokenizer,
     workers: int,
-    end: str | None,
     say: Callable[[str], object],
 ) -> None:
+    """Encode what the work lacks. Where an input changed since the work was begun, start over."""
     total = sum(s.bytes for s in sources) if all(s.path != STDIN for s in sources) else None
     start, first = time.monotonic(), work.progress
     waiting: deque = deque()
-    pool = Encoders(tokenizer, workers, end)
+    pool = Encoders(tokenizer, workers)
     try:
         with meter(f"preparing with {tokenizer.name}", total) as show:
 
@@ -244,13 +236,13 @@ def _encode_all(
             ) from None
         say("a file changed since the unfinished work was begun: starting over")
         work.start_over()
-        _encode_all(work, sources, reading, tokenizer, workers, end, say)
+        _encode_all(work, sources, reading, tokenizer, workers, say)
     finally:
         pool.close()
 
 
 def _finish(work: Work, prefix: Path, tokenizer: Tokenizer, dtype: np.dtype) -> None:
-    """Index and description, beside the tokens."""
+    """Write the index and the description beside the tokens."""
     progress = work.progress
     about = {
         "documents": progress.documents,
@@ -271,15 +263,13 @@ def _finish(work: Work, prefix: Path, tokenizer: Tokenizer, dtype: np.dtype) -> 
         indexed.write_index(work.folder / "index", dtype, sizes)
         if tokenizer.name not in (BUNDLED, "byte"):
             (work.folder / "tokenizer").write_text(tokenizer.to_json(), encoding="utf-8")
-        paths = {".bin": work.folder / "tokens", ".idx": work.folder / "index"}
-        text = indexed.describe(prefix, paths, about, {".bin": work.sha256.hexdigest()})
+        text = indexed.describe(prefix, work.folder, about, work.sha256.hexdigest())
         (work.folder / "description").write_text(text, encoding="utf-8")
 
 
 def _report(progress: Progress, say: Callable[[str], object]) -> None:
-    say(
-        f"{progress.documents:,} documents, {progress.tokens:,} tokens from {progress.text_bytes / 1e6:,.1f} MB of text"
-    )
+    counts = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+    say(f"{counts} from {progress.text_bytes / 1e6:,.1f} MB of text")
     if progress.special:
         say(f"{progress.special:,} special tokens stood in the text and were taken as such")
     if progress.empty:

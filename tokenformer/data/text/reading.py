@@ -1,7 +1,7 @@
 """From streams to documents: text (with separators), JSON lines, Parquet.
 
 Unusual: a document comes as one or more units, fragments small enough to be encoded by themselves; a plain text of any
-length is never held whole (except with `on_error="skip"`, which must see the end of a document before it takes it).
+length is never held whole (except with `on_error="skip"`, which must see the end of a document before it accepts it).
 """
 
 import codecs
@@ -30,13 +30,13 @@ class Reading:
     field: str = "text"
     separator: str | None = None  # text: what stands between two documents and belongs to none
     before: str | None = None  # text: a line that begins a document and belongs to it
-    heading: str | None = None  # rows: a pattern that begins a document; the rows up to the next one are joined to it
+    heading: str | None = None  # rows: a pattern that begins a document; rows up to the next one are joined to it
     on_error: Literal["stop", "skip"] = "stop"
     can_skip: bool = True  # whether the user can choose on_error, so that a refusal may name it
 
 
 class Unit(NamedTuple):
-    """A document or a fragment of one; `left_out` says why a document gives nothing (then `text` is the reason)."""
+    """A document or a fragment of one. `left_out` says that a document is not used (then `text` says why)."""
 
     text: str
     last: bool = True
@@ -49,7 +49,7 @@ def read_units(
     cuts: re.Pattern | None = None,
     seen: Callable[[int], object] = lambda count: None,
 ) -> Iterator[Unit]:
-    """The units of an input, in order and always the same."""
+    """Yield the units of an input, in order and always the same."""
     try:
         for stream, inner in open_input(given, seen):
             name = given.name if inner in ("", given.path, given.member) else f"{given.path}: {inner}"
@@ -67,8 +67,7 @@ def read_units(
         raise UserError(f"{given.name} cannot be read ({error}): check it, or get it anew") from None
 
 
-class _Bad(Exception):
-    """A document that cannot be taken; the sentence says which and why."""
+Rows = Iterator[tuple[str, str | UserError]]  # where a row stands, and its text or why it cannot be used
 
 
 def _document(text: str, where: str, how: Reading, cuts: re.Pattern | None) -> Iterator[Unit]:
@@ -76,17 +75,15 @@ def _document(text: str, where: str, how: Reading, cuts: re.Pattern | None) -> I
         yield Unit("", left_out="empty")
         return
     try:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise _Bad(f"{where} is not valid Unicode: convert it to UTF-8") from None
-        parts = fragments(text, cuts, where)
-    except (_Bad, UserError) as error:
+        text.encode()
+        *first, last = fragments(text, cuts, where)
+    except UnicodeEncodeError:
+        yield _left_out(f"{where} is not valid Unicode: convert it to UTF-8", how)
+    except UserError as error:
         yield _left_out(str(error), how)
-        return
-    for part in parts[:-1]:
-        yield Unit(part, last=False)
-    yield Unit(parts[-1])
+    else:
+        yield from (Unit(part, last=False) for part in first)
+        yield Unit(last)
 
 
 def _left_out(sentence: str, how: Reading) -> Unit:
@@ -99,18 +96,19 @@ def _refusal(sentence: str, how: Reading) -> UserError:
     return UserError(sentence + (", or leave such documents out (--on-error skip)" if how.can_skip else ""))
 
 
-def _rows(rows: Iterator[tuple[str, str | _Bad]], how: Reading, cuts: re.Pattern | None) -> Iterator[Unit]:
+def _rows(rows: Rows, how: Reading, cuts: re.Pattern | None) -> Iterator[Unit]:
     for where, text in rows:
-        if isinstance(text, _Bad):
+        if isinstance(text, UserError):
             yield _left_out(str(text), how)
         else:
             yield from _document(text, where, how, cuts)
 
 
-def _joined(rows: Iterator[tuple[str, str | _Bad]], heading: str) -> Iterator[tuple[str, str | _Bad]]:
+def _joined(rows: Rows, heading: str) -> Rows:
+    """Join the rows from one heading up to the next."""
     pattern, parts, begin = re.compile(heading), [], ""
     for where, text in rows:
-        if isinstance(text, _Bad):
+        if isinstance(text, UserError):
             yield where, text
             continue
         if pattern.fullmatch(text) and parts:
@@ -122,7 +120,7 @@ def _joined(rows: Iterator[tuple[str, str | _Bad]], heading: str) -> Iterator[tu
         yield begin, "".join(parts)
 
 
-def _json_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[str, str | _Bad]]:
+def _json_rows(stream: BinaryIO, how: Reading, name: str) -> Rows:
     number = 0
     while line := stream.readline(LONGEST_LINE):
         number += 1
@@ -134,37 +132,34 @@ def _json_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[str,
         if line.isspace():
             continue
         try:
-            try:
-                text = line.decode()
-                line = b""  # a line may be large: hold it once
-                row = json.loads(text)
-                text = ""
-            except UnicodeDecodeError as error:
-                raise _Bad(f"{where} is not UTF-8 (byte {error.start}): convert it") from None
-            except (ValueError, RecursionError) as error:
-                raise _Bad(f"{where} is not JSON ({error}): mend it") from None
-            if not isinstance(row, dict) or how.field not in row:
-                raise _Bad(f"{where} has no field '{how.field}': name the right one with --field")
-            if not isinstance(row[how.field], str):
-                raise _Bad(f"{where} has a field '{how.field}' that is not text: name the right one with --field")
-            yield where, row[how.field]
-        except _Bad as bad:
-            yield where, bad
+            text = line.decode()
+            line = b""  # a line may be large: hold it once
+            row = json.loads(text)
+            text = ""
+        except UnicodeDecodeError as error:
+            yield where, UserError(f"{where} is not UTF-8 (byte {error.start}): convert it")
+        except (ValueError, RecursionError) as error:
+            yield where, UserError(f"{where} is not JSON ({error}): mend it")
+        else:
+            given = isinstance(row, dict) and how.field in row
+            wrong = f"a field '{how.field}' that is not text" if given else f"no field '{how.field}'"
+            bad = UserError(f"{where} has {wrong}: name the right one with --field")
+            yield where, row[how.field] if given and isinstance(row[how.field], str) else bad
 
 
-def _parquet_rows(stream: BinaryIO, how: Reading, name: str) -> Iterator[tuple[str, str | _Bad]]:
+def _parquet_rows(stream: BinaryIO, how: Reading, name: str) -> Rows:
     with open_parquet(seekable(stream), name) as table:
         names = table.schema_arrow.names
         if how.field not in names:
             raise UserError(f"{name} has no column '{how.field}': name the right one with --field ({', '.join(names)})")
         for number, (text,) in enumerate(rows(table, [how.field]), 1):
             where = f"{name}, row {number},"
-            bad = _Bad(f"{where} has no text in '{how.field}': name the right column with --field")
+            bad = UserError(f"{where} has no text in '{how.field}': name the right column with --field")
             yield where, text if isinstance(text, str) else bad
 
 
 def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) -> Iterator[Unit]:
-    """Blocks are decoded as they come; what is known to belong to the open document leaves as fragments."""
+    """Decode blocks as they come; what is known to belong to the open document is yielded as fragments."""
     skipping = how.on_error == "skip"
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if skipping else "strict")
     mark = f"\n{how.before}\n" if how.before else how.separator

@@ -1,9 +1,7 @@
 """Prepared text as a source: samples of context + 1 tokens across documents, from one part of a set.
 
 Unusual: sample i is tokens i·context … (i+1)·context, so every token but the first is a target exactly once. The order
-of GPT-NeoX (`official_order.py`) cuts other samples.
-
-Shapes: B samples that are read together, T context.
+of GPT-NeoX (`official_order.py`) cuts other samples. Shapes: B samples that are read together, T context.
 """
 
 import warnings
@@ -35,18 +33,18 @@ class Windows:
         self.count = max(0, stop - start - 1) // context  # a shorter tail is dropped
 
     def pieces(self, indices: np.ndarray) -> list[list[Piece]]:
-        """Where the tokens of samples are in the stream."""
+        """Return where the tokens of samples are in the stream."""
         begins = self.start + indices * self.context
         return [[(begin, begin + self.context + 1)] for begin in begins.tolist()]
 
     @cached_property
     def _documents(self) -> np.ndarray:
-        """Where documents begin in the stream; only with boundaries, since it takes 8 bytes per document."""
+        """Where documents begin in the stream. It takes 8 bytes per document, so only `data.boundaries` asks for it."""
         items = np.append(self.source.pointers // self.source.dtype.itemsize, len(self.source.tokens))
         return np.unique(items[self.source.doc_idx[:-1]])
 
     def documents(self, pieces: list[Piece]) -> np.ndarray:
-        """The number (0, 1, …) of the document of each token of a sample."""
+        """Return the number (0, 1, …) of the document that each token of a sample belongs to."""
         [(begin, end)] = pieces
         first, last = np.searchsorted(self._documents, [begin, end - 1], side="right")
         changes = np.zeros(end - begin, np.int32)
@@ -55,7 +53,7 @@ class Windows:
 
 
 class TextSource:
-    """Samples of a part of a set. `samples` is how many are asked for in all, which decides `order: official`."""
+    """The samples of one part of a set. `order: official` depends on how many `samples` are asked for in all."""
 
     processes = False
 
@@ -89,7 +87,7 @@ class TextSource:
         return self.windows.count
 
     def read(self, indices: np.ndarray, epochs: np.ndarray, out: dict[str, np.ndarray]) -> None:
-        """Fill rows with samples, which are the same in every epoch; `labels[t]` is the target of position t."""
+        """Fill rows with samples, which are the same in every epoch. `labels[t]` is what position t predicts."""
         ids_BT, labels_BT, documents_BT = out["ids"], out["labels"], out.get("documents")
         samples = self.windows.pieces(indices)
         for pieces in samples:
@@ -107,7 +105,7 @@ class TextSource:
 
 
 def open_sets(config: DataConfig, vocab: int | None = None) -> list[Indexed]:
-    """The sets that a config names, checked as it says; all of one tokenizer."""
+    """Open the sets that a config names, verified as it says. Refuse those of different tokenizers."""
     if not config.sets:
         raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
     sets = [Indexed(path, config.verify, vocab) for path in config.sets]
@@ -125,7 +123,7 @@ def open_sets(config: DataConfig, vocab: int | None = None) -> list[Indexed]:
 
 
 def text_tokenizer(config: DataConfig, sets: list[Indexed]) -> Tokenizer:
-    """The tokenizer of the text: as configured, or the one that the sets were prepared with."""
+    """Load the tokenizer of the text: the configured one, or the one that the sets were prepared with."""
     return load_tokenizer(config.tokenizer) if config.tokenizer else set_tokenizer(sets[0])
 
 
@@ -141,10 +139,9 @@ def text_loader(
     empty: bool = False,
     **cut: Any,
 ) -> Loader:
-    """A loader of the text that a config names; `cut` says how it is cut (batch, micro_batch, rank, world, …).
+    """Make a loader of the text that a config names. `cut` are the loader's arguments (batch, micro_batch, rank, …).
 
-    `sets` are those of the config where they are open already. A part without samples is refused, unless it may be
-    `empty`.
+    `sets` are those of the config if they are open already. A part without samples is refused unless it may be `empty`.
     """
     if part not in PARTS:
         raise UserError(f"there is no part '{part}': parts are {', '.join(PARTS)}")

@@ -1,5 +1,6 @@
-"""Prepared sets as things: put together, taken apart, counted and checked."""
+"""What is done with prepared sets: merge, split, verify, describe; and the tokenizer that belongs to one."""
 
+import os
 import re
 import shutil
 import tempfile
@@ -22,7 +23,7 @@ _BLOCK = 1 << 24  # tokens copied or checked at a time
 
 
 def merge(paths: Sequence[str | Path], out: str | Path, seen: Callable[[int], object] = lambda count: None) -> Path:
-    """One set from several, in the given order; shards of `prepare` must all be there and are put in order.
+    """Merge sets in the given order; shards of `prepare` must all be there and are put in order.
 
     The merged shards are, byte for byte, what `prepare` makes without shards. `out` is a path with the new name.
     """
@@ -33,10 +34,9 @@ def merge(paths: Sequence[str | Path], out: str | Path, seen: Callable[[int], ob
             raise UserError(
                 f"{other.prefix} holds {other.dtype}, but {sets[0].prefix} {sets[0].dtype}: one type is needed"
             )
-    descriptions = [s.description for s in sets]
-    about: dict = {"documents": sum(s.documents for s in sets), "tokens": sum(len(s.tokens) for s in sets)}
-    if all(descriptions):
-        known = [d for d in descriptions if d]
+    about: dict = {"documents": 0, "tokens": sum(len(s.tokens) for s in sets)}
+    known = [s.description for s in sets if s.description]
+    if len(known) == len(sets):
         for other, description in zip(sets, known, strict=True):
             if description["tokenizer"] != known[0]["tokenizer"]:
                 names = f"{other.prefix} and {sets[0].prefix}"
@@ -62,40 +62,35 @@ def _shards_in_order(prefixes: list[Path]) -> list[Path]:
 def split(
     path: str | Path, shares: Sequence[float], out: str | Path, seen: Callable[[int], object] = lambda count: None
 ) -> dict[str, Path]:
-    """The parts of a set as sets of their own, `<name>-train` and so on, cut as the loader cuts them."""
+    """Write the parts of a set as sets of their own, `<name>-train` and so on, cut as the loader cuts them."""
     source = Indexed(path)
     name = source.prefix.name.removesuffix(indexed.SUFFIX)
     edges, _ = part_edges(source, shares)
     ranges = {part: (a, b) for part, a, b in zip(PARTS, edges, edges[1:], strict=False) if b > a}
     targets = {part: Path(out) / f"{name}-{part}" for part in ranges}
     for target in targets.values():
-        _refuse_existing(target)
+        _free_files(target)
     made = {}
     for part, (start, stop) in ranges.items():
-        about: dict = {"documents": None, "tokens": stop - start}
+        about: dict = {"documents": 0, "tokens": stop - start}
         if source.description:
             about["tokenizer"] = source.description["tokenizer"]
         made[part] = _copy([(source, start, stop)], targets[part], about, seen)
     return made
 
 
-def _refuse_existing(out: Path) -> dict[str, Path]:
-    prefix = out.parent / (out.name.removesuffix(indexed.SUFFIX) + indexed.SUFFIX)
-    targets = {
-        "tokens": indexed.bin_path(prefix),
-        "index": indexed.idx_path(prefix),
-        "tokenizer": indexed.description_path(prefix).with_suffix(".tokenizer.json"),
-        "description": indexed.description_path(prefix),
-    }
+def _free_files(out: Path) -> dict[str, Path]:
+    """Return where the files of a new set will stand. Refuse to replace any that is there."""
+    targets = indexed.set_files(out.parent / (out.name.removesuffix(indexed.SUFFIX) + indexed.SUFFIX))
     for target in targets.values():
         files.refuse_existing(target)
     return targets
 
 
 def _copy(ranges: list[tuple[Indexed, int, int]], out: str | Path, about: dict, seen: Callable[[int], object]) -> Path:
-    """A new set from ranges of tokens of others; documents that a range cuts are cut."""
-    targets = _refuse_existing(Path(out))
-    prefix = Path(str(targets["tokens"]).removesuffix(".bin"))
+    """Write a new set from ranges of tokens of others; a document that a range cuts is cut."""
+    targets, first = _free_files(Path(out)), ranges[0][0]
+    prefix = targets["tokens"].with_suffix("")
     with disk(prefix.parent):
         prefix.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{prefix.name}.", dir=prefix.parent))
@@ -112,17 +107,14 @@ def _copy(ranges: list[tuple[Indexed, int, int]], out: str | Path, about: dict, 
                     marks.append(items + ends)
                     items += len(lengths)
             doc_idx = np.concatenate(marks)
-            indexed.write_index(work / "index", ranges[0][0].dtype, np.concatenate(sizes), doc_idx)
-            copy = indexed.description_path(ranges[0][0].prefix).with_suffix(".tokenizer.json")
-            if copy.is_file():
-                shutil.copyfile(copy, work / "tokenizer")
-            paths = {".bin": work / "tokens", ".idx": work / "index"}
-            text = indexed.describe(prefix, paths, {**about, "documents": len(doc_idx) - 1})
+            indexed.write_index(work / "index", first.dtype, np.concatenate(sizes), doc_idx)
+            if first.files["tokenizer"].is_file():
+                shutil.copyfile(first.files["tokenizer"], work / "tokenizer")
+            text = indexed.describe(prefix, work, {**about, "documents": len(doc_idx) - 1})
             (work / "description").write_text(text, encoding="utf-8")
-            for name, target in targets.items():
-                if (work / name).exists():
-                    files.sync(work / name)
-                    (work / name).replace(target)
+            for name in os.listdir(work):
+                files.sync(work / name)
+                (work / name).replace(targets[name])
             files.sync(prefix.parent)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -130,7 +122,7 @@ def _copy(ranges: list[tuple[Indexed, int, int]], out: str | Path, about: dict, 
 
 
 def _items_inside(source: Indexed, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes of the items in a range of tokens, cut at its ends, and how many items each document ends after."""
+    """Return the sizes of the items in a range of tokens, cut at its ends, and how many items end each document."""
     if start == 0 and stop == len(source.tokens):
         return source.sizes, source.doc_idx[1:]
     begins = source.pointers // source.dtype.itemsize
@@ -142,19 +134,15 @@ def _items_inside(source: Indexed, start: int, stop: int) -> tuple[np.ndarray, n
 
 
 def verify(path: str | Path, vocab: int | None = None, seen: Callable[[int], object] = lambda count: None) -> Indexed:
-    """Everything that can be checked: description, checksums, structure, every token inside the vocabulary."""
-    prefix = indexed.find_prefix(path)
-    description = indexed.read_description(prefix)
-    if description:
-        indexed.check_description(prefix, description, "full", seen)
-    source = Indexed(prefix, "quick", vocab)
+    """Check everything that can be checked: description, checksums, structure, every token inside the vocabulary."""
+    source = Indexed(path, "full", vocab, seen)
     for start in range(0, len(source.tokens), _BLOCK):
         seen(source.span(start, min(start + _BLOCK, len(source.tokens))).nbytes)
     return source
 
 
 def stats(source: Indexed, shares: Sequence[float], context: int) -> list[tuple[str, object]]:
-    """What there is to say about a set, as rows of a table."""
+    """Describe a set, as rows of a table."""
     marks = np.append(source.pointers // source.dtype.itemsize, len(source.tokens))[source.doc_idx]
     lengths = np.diff(marks)
     about = source.description or {}
@@ -182,22 +170,22 @@ def stats(source: Indexed, shares: Sequence[float], context: int) -> list[tuple[
     return [*rows, ("parts", note)] if note else rows
 
 
-def check_set_tokenizer(source: Indexed, tokenizer: Tokenizer, whose: str) -> None:
-    """Refuse ids that another tokenizer made: they are numbers without meaning to the model."""
+def check_set_tokenizer(source: Indexed, tokenizer: Tokenizer) -> None:
+    """Refuse a set that another tokenizer made: its ids mean nothing to the model."""
     about = (source.description or {}).get("tokenizer")
     if about and about["sha256"] != fingerprint(tokenizer) and not same_tokenizer(set_tokenizer(source), tokenizer):
         raise UserError(
-            f"{source.prefix} was prepared with the tokenizer {about['name']}, which is not that of {whose}: "
+            f"{source.prefix} was prepared with the tokenizer {about['name']}, which is not that of the model: "
             "prepare the text with the model's own (prepare --tokenizer FOLDER), or give the set that belongs to it"
         )
 
 
 def set_tokenizer(source: Indexed) -> Tokenizer:
-    """The tokenizer that the description of a set names; a copy of any but the built-in ones stands beside the set."""
+    """Load the tokenizer that the description of a set names; a copy of any but the built-in ones stands beside it."""
     if not source.description or "tokenizer" not in source.description:
         raise UserError(f"{source.prefix.name} does not say its tokenizer: name it with data.tokenizer (--tokenizer)")
     about = source.description["tokenizer"]
-    copy = indexed.description_path(source.prefix).with_suffix(".tokenizer.json")
+    copy = source.files["tokenizer"]
     if copy.exists():
         found: Tokenizer = FileTokenizer(read_text(copy), about["name"], about["end_of_document"])
     else:

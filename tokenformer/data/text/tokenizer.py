@@ -24,7 +24,7 @@ _END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>",
 
 
 def padded_vocab(size: int) -> int:
-    """Rows of a model's embedding for a vocabulary.
+    """Return the number of rows of a model's embedding for a vocabulary.
 
     >>> padded_vocab(50277), padded_vocab(257)
     (50304, 384)
@@ -46,7 +46,7 @@ class ByteTokenizer:
     cuts = re.compile("")  # anywhere
 
     def encode(self, text: str) -> list[int]:
-        with _in_words(text, self.name):
+        with _refused_text(text, self.name):
             return [b + 1 for b in text.encode()]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -56,7 +56,7 @@ class ByteTokenizer:
         return bytes(i - 1 for i in ids if 0 < i <= 256).decode(errors="replace")
 
     def to_json(self) -> str:
-        """The same tokenizer in the format of the `tokenizers` library."""
+        """Return the same tokenizer in the format of the `tokenizers` library."""
         plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the byte-level alphabet of GPT-2
         others = iter(range(256, 512))
         letters = {chr(b if b in plain else next(others)): b + 1 for b in range(256)}
@@ -69,8 +69,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer of the `tokenizers` library, from the text of its JSON.
 
-    `vocab_size`: ids are below it. `special_ids`: what text can name, such as <|endoftext|>. `cuts`: where a long text
-    may be cut (None: nowhere). A tokenizer that a folder carries is `to_json()` in a file.
+    All ids are below `vocab_size`. `special_ids` belong to tokens that a text can name, such as <|endoftext|>. `cuts`
+    is a pattern of the places where a long text may be cut (None: nowhere).
     """
 
     def __init__(self, text: str, name: str, end: str | int | None = None) -> None:
@@ -103,12 +103,17 @@ class FileTokenizer:
         return cut_rule(json.loads(self._text))
 
     def encode(self, text: str) -> list[int]:
-        with _in_words(text, self.name):
+        with _refused_text(text, self.name):
             return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         kind = dtype_for(self.vocab_size)
-        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException:  # one by one: says at which text it failed
+            return [np.array(self.encode(text), kind) for text in texts]
         return [np.frombuffer(array("I", e.ids), np.uint32).astype(kind) for e in encoded]  # thrice as fast as np.array
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -122,8 +127,8 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 @contextlib.contextmanager
-def _in_words(text: str, name: str) -> Iterator[None]:
-    """The library panics at what it does not know; half a surrogate pair is no text."""
+def _refused_text(text: str, name: str) -> Iterator[None]:
+    """Refuse in a sentence a text that cannot be encoded: the library panics, and half a surrogate pair is no text."""
     try:
         text.encode()
         yield
@@ -136,7 +141,7 @@ def _in_words(text: str, name: str) -> Iterator[None]:
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two give the same ids: by their files, or by these as the library writes them."""
+    """Tell whether two tokenizers give the same ids: by their files, or by what the library writes of them."""
     from tokenizers import Tokenizer as Library
 
     def plain(tokenizer: Tokenizer) -> str:
@@ -153,12 +158,12 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def dtype_for(vocab: int) -> type[np.integer]:
-    """The type of stored ids: two bytes where they fit, by the official limit."""
+    """Return the type of stored ids: two bytes if they fit, by the official limit."""
     return np.uint16 if vocab < 65500 else np.int32
 
 
 def load_tokenizer(name: str | Path, end: str | None = None) -> Tokenizer:
-    """A tokenizer by name (`gpt-neox-20b`, `byte`) or path; `end` names the token that ends a document.
+    """Load a tokenizer by its name (`gpt-neox-20b`, `byte`) or path. `end` names the token that ends a document.
 
     >>> neox = load_tokenizer("gpt-neox-20b")
     >>> neox.encode("Hello world"), neox.vocab_size, neox.end_of_document
@@ -183,8 +188,8 @@ def load_tokenizer(name: str | Path, end: str | None = None) -> Tokenizer:
     return FileTokenizer(read_text(path), str(name), end)
 
 
-def train_tokenizer(texts: Iterable[str], vocab: int, name: str = "trained") -> FileTokenizer:
-    """A byte-level BPE of `vocab` ids from text, split as GPT-2 splits; id 0 is <|endoftext|>.
+def train_tokenizer(texts: Iterable[str], vocab: int) -> FileTokenizer:
+    """Train a byte-level BPE of `vocab` ids, which splits text as GPT-2 does; id 0 is <|endoftext|>.
 
     >>> tiny = train_tokenizer(["to be or not to be"] * 9, 260)
     >>> tiny.vocab_size, tiny.end_of_document, tiny.decode(tiny.encode("not to be"))
@@ -204,4 +209,4 @@ def train_tokenizer(texts: Iterable[str], vocab: int, name: str = "trained") -> 
         vocab_size=vocab, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     inner.train_from_iterator(texts, trainer)
-    return FileTokenizer(inner.to_str(), name)
+    return FileTokenizer(inner.to_str(), "trained")

@@ -1,4 +1,4 @@
-"""transformers' classes for our models. Importing this makes AutoConfig and AutoModelForCausalLM know them.
+"""transformers' classes for our models. Importing this registers them with AutoConfig and AutoModelForCausalLM.
 
 The only place that imports transformers; folders are read and written without it (`hub/hf_folder.py`).
 """

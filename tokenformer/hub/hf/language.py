@@ -1,7 +1,7 @@
-"""The model as transformers knows it: a config with our keys, and a causal language model that holds the native one.
+"""The model as transformers knows it: a config with our keys, and a causal language model around the native one.
 
-Unusual: blocks stay native, their caches are transformers' own behind our contract (`HFCache`); in training with
-labels no logits are made. `hub/remote.py` writes a file from this one that needs torch and transformers alone.
+Unusual: blocks stay native; `HFCache` gives them transformers' own cache; training with labels makes no logits.
+`hub/remote.py` writes a file from this one that needs torch and transformers alone.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tokenformer.config import ModelConfig, build, to_dict
 from tokenformer.config_data import IGNORED
 from tokenformer.errors import UserError
-from tokenformer.files import write_text
+from tokenformer.files import MANIFEST, write_text
 from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
 from tokenformer.models.init import initial
 from tokenformer.models.language import LanguageModel
@@ -89,7 +89,7 @@ class HFBlock(GradientCheckpointingLayer, Block):
 
 
 class HFCache:
-    """transformers' cache as our models know one."""
+    """Gives transformers' cache the interface of our models' caches."""
 
     def __init__(self, past: Any) -> None:
         self.past = past
@@ -129,7 +129,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_native(cls, model: LanguageModel, **keys: Any) -> "TokenFormerForCausalLM":
-        """The same tensors behind transformers' interface (no copy)."""
+        """Wrap a native model, whose tensors are shared and not copied."""
         with torch.device("meta"):
             wrapped = cls(TokenFormerConfig.from_native(model.config, history=model.history, **keys))
         wrapped._hold(model)
@@ -159,10 +159,9 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As every causal model of transformers: `labels` are not shifted, `num_items_in_batch` divides the loss.
-
-        `skip_logits`: with labels make no logits, the loss comes in chunks; by default so in training.
-        `output_attentions` is refused: fused attention keeps no weights.
+        """Compute logits and loss as every causal model of transformers: `labels` are not shifted, and
+        `num_items_in_batch` divides the loss. With labels and `skip_logits` (the default in training) no logits are
+        made, the loss is computed in chunks. `output_attentions` is refused, since fused attention keeps no weights.
         """
         self._check_attention()
         given = inputs_embeds if input_ids is None else input_ids
@@ -191,9 +190,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
             "cache": None if past is None else HFCache(past),
         }
         skip_logits = targets is not None and (self.training if skip_logits is None else skip_logits)
-        logits: Any = None
-        loss: Any = None
-        count: Any = None
+        logits, loss, count = cast(Any, (None, None, None))
         with self._states(output_hidden_states) as states:
             if skip_logits:
                 _, loss, count = self.model(labels=targets, **inputs)
@@ -215,7 +212,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def _mask(self, given: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:
-        """None (causal: flash attention) where nothing else is asked for, else what each position sees."""
+        """Return what each position sees, or None where that is causal attention (then flash attention is used)."""
         seen: Any = create_causal_mask(
             config=self.config,
             # its shape and type alone are looked at
@@ -232,7 +229,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     @contextlib.contextmanager
     def _states(self, wanted: bool | None) -> Iterator[list[Tensor]]:
-        """Gathers what flows into each block, and what leaves the final norm."""
+        """Collect the inputs of all blocks and the output of the final norm, if hidden states are wanted."""
         states: list[Tensor] = []
         hooks = []
         if self.config.output_hidden_states if wanted is None else wanted:
@@ -246,7 +243,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fills what a folder did not hold, as the native model would."""
+        """Initialise what a folder did not hold, as the native model would."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for parameter in module.parameters(recurse=False):
             if not getattr(parameter, "_is_hf_initialized", False):
@@ -271,8 +268,11 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         return embedding
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-        """With the modelling file beside the weights, so that the folder loads where our package is not."""
+        """Write the modelling file too, so that the folder loads without our package; remove the manifest of what is
+        replaced.
+        """
         if is_main_process:
+            (Path(save_directory) / MANIFEST).unlink(missing_ok=True)
             write_text(Path(save_directory) / FILE, modeling_source())
         self.config.auto_map = AUTO_MAP
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Output head and cross entropy in one: gradients are made in forward, so no logit is kept or computed twice.
+"""Output head and cross entropy in one. Gradients are computed in forward, so no logit is kept or computed twice.
 
 Legend: T rows, D dim, W vocabulary.
 """
@@ -16,14 +16,16 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @jit
 def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr, FAST: tl.constexpr):
-    """−log p(label) of a row; with GRAD its logits become their gradient. Exponents are of 2. A label outside: NaN."""
+    """−log p(label) of a row, in powers of 2; NaN for a label that is no row of the weight. With GRAD the gradient of
+    the logits is written over them.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     counts = label != ignore
     known = (label >= 0) & (label < W)
     at = logits + row * W
-    cols = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]  # a line of 8 is a thread's own
-    peak = tl.full((BLOCK // 8,), -1e30, tl.float32)  # lines meet once, at the end
+    cols = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]  # 8 columns per thread
+    peak = tl.full((BLOCK // 8,), -1e30, tl.float32)  # per thread; reduced once, at the end
     total = tl.zeros((BLOCK // 8,), tl.float32)
     for i in range(0, tl.cdiv(W, BLOCK)):
         inside = i * BLOCK + cols < W
@@ -36,8 +38,8 @@ def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, 
     own = tl.load(at + tl.where(known, label, 0)).to(tl.float32) * LOG2E
     tl.store(losses + row, tl.where(counts, tl.where(known, (log_sum - own) / LOG2E, float("nan")), 0.0))
     if GRAD:
-        log_sum = tl.where(counts, log_sum, 1e30)  # a row that does not count: zeros
-        tl.debug_barrier()  # the label's logit is read before it is written over, and written last
+        log_sum = tl.where(counts, log_sum, 1e30)  # the gradient of a row that does not count is 0
+        tl.debug_barrier()  # the label's logit is read before it is overwritten, and written last
         for i in range(0, tl.cdiv(W, BLOCK)):
             inside = i * BLOCK + cols < W
             a = tl.load(at + i * BLOCK + cols, mask=inside, other=0.0).to(tl.float32)
@@ -52,10 +54,10 @@ def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, chunk: int, grad: bool
 ) -> list[Tensor]:
-    """The sum over all rows, and with `grad` its gradients by `hidden` and by `weight`."""
+    """The loss summed over all rows and, with `grad`, its gradients with respect to `hidden` and `weight`."""
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     dhidden = torch.empty_like(hidden) if grad else hidden.new_empty(0)
-    wide = hidden.is_cuda and hidden.dtype != torch.float32  # half types: chunks are added up in fp32
+    wide = hidden.is_cuda and hidden.dtype != torch.float32  # 16-bit types: chunks are added in fp32
     dweight = torch.zeros_like(weight, dtype=torch.float32) if grad else hidden.new_empty(0, dtype=torch.float32)
     logits = hidden.new_empty(min(chunk, len(hidden)), len(weight))
     for first in range(0, len(hidden), chunk):
@@ -80,18 +82,18 @@ def _(hidden, weight, labels, ignore, chunk, grad):
     return [hidden.new_empty((), dtype=torch.float32), torch.empty_like(hidden) if grad else nothing, dweight]
 
 
-def _keep(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.dtype = inputs[1].dtype
 
 
-def _chain(ctx: Any, gradients: list[Tensor]) -> tuple:
+def _backward(ctx: Any, gradients: list[Tensor]) -> tuple:
     dhidden, dweight = ctx.saved_tensors
     scaled = (dhidden.float() * gradients[0]).to(dhidden.dtype), (dweight * gradients[0]).to(ctx.dtype)
     return *scaled, None, None, None, None
 
 
-linear_cross_entropy.register_autograd(_chain, setup_context=_keep)
+linear_cross_entropy.register_autograd(_backward, setup_context=_save)
 
 
 def fused(hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, chunk: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""Kernels for a few rows of data: Pattention (l2_norm_gelu), attention of one new position, and what prefill needs.
+"""Decoding kernels for a few rows: Pattention (l2_norm_gelu), attention of one new position, filling the cache.
 
-Unusual: LayerNorm is not computed. l2_norm_gelu ignores the scale of its input, and keys whose mean over the channels
-was taken out (once, by the caller) ignore its mean: what is left of LayerNorm is nothing. Scores stay in registers
-until all programs know the norm: the grid is on the device at once and waits for itself, by a counter in memory. Sums
-over several programs are taken by the last of them, in a fixed order, so that equal inputs give equal bits.
-Programs may begin before the kernel before theirs has ended (PDL).
+Unusual: LayerNorm is not computed. l2_norm_gelu ignores the scale of its input, and keys without their mean over the
+channels (the caller subtracts it once) ignore the mean of the input, so LayerNorm changes nothing. Scores stay in
+registers until all programs know the norm: all programs run at once and wait for each other at a counter in memory.
+Sums over several programs are computed by the last of them, in a fixed order, so that equal inputs give equal bits.
+A kernel may start before the previous one has ended (PDL, programmatic dependent launch).
 Legend: B rows of data, D d_in, N parameter tokens (each segment padded to 64 with zero tokens), E d_out, M members
 (q, k, v), H heads, C head_dim, S slots of the cache.
 """
@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-jit: Any = triton.jit  # what it makes is beyond a type checker
-FAR = tl.constexpr(-1.0e30)
+jit: Any = triton.jit  # Any: type checkers do not understand kernels
+LOWEST = tl.constexpr(-1.0e30)
 
 
 @jit
@@ -27,13 +27,13 @@ def _gelu(a):
 
 @jit
 def _scale(total, tau):
-    """τ / ‖a‖, and 0 where there is nothing to normalise."""
+    """τ / ‖a‖, where `total` is ‖a‖²; 0 where that is 0."""
     return tl.where(total > 0, tau / tl.sqrt(tl.where(total > 0, total, 1.0)), 0.0)
 
 
 @jit
-def _arrive(counter):
-    tl.debug_barrier()  # what all threads of this program wrote comes before
+def _signal(counter):
+    tl.debug_barrier()  # first all threads of this program have written
     tl.atomic_add(counter, 1, sem="release")
 
 
@@ -51,7 +51,7 @@ def _scores(
 ):  # fmt: skip
     """out (B, count) = gelu(score · τ / ‖score‖) of score = x · keysᵀ, each segment of each member by itself.
 
-    HALF: 0 the whole; 1 and 2 what comes before and after the waiting, for the interpreter, which cannot.
+    HALF: 0 all of it; 1 and 2 the parts before and after the wait, for the interpreter, which cannot wait.
     """
     pid = tl.program_id(0)
     row = pid * ROWS
@@ -69,7 +69,7 @@ def _scores(
             acc = tl.dot(w, xt, acc, input_precision=PRECISION)
         tl.store(stat + pid * BB + b, tl.sum(acc * acc, 0))
     if HALF == 0:
-        _arrive(counter)
+        _signal(counter)
         if PDL:
             gdc_launch_dependents()
         _wait(counter, tl.num_programs(0))
@@ -100,9 +100,9 @@ def _values(
     N: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, SPLIT: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out (M, B, E) = values · g of each member, the tokens split over programs, the last of which adds up.
+    """out (M, B, E) = values · g of each member. The tokens are split over programs; the last to end adds the parts.
 
-    ADD: added to what stands there, and written to `copy` in its type too.
+    ADD: the result is added to `out`, and also written to `copy`, in the type of `copy`.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -146,8 +146,8 @@ def _values(
 
 
 @jit
-def _turned(x, c, cosine, sine, HALF: tl.constexpr, C: tl.constexpr):
-    """Channels c of one head, turned; `sine` has its sign."""
+def _rotated(x, c, cosine, sine, HALF: tl.constexpr, C: tl.constexpr):
+    """Channels c of one head, rotated; `sine` has its sign already."""
     other = tl.where(c < HALF, c + HALF, c - HALF)
     y = tl.load(x + c, mask=c < C, other=0.0).to(tl.float32) * cosine
     return y + tl.load(x + other, mask=c < 2 * HALF, other=0.0).to(tl.float32) * sine
@@ -162,9 +162,9 @@ def _angles(cos, sin, place, c, HALF: tl.constexpr):
 
 
 @jit
-def _see(q, k, v, seen, scale, top, norm, acc, PRECISION: tl.constexpr):
-    """Some slots of the cache more."""
-    score = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, FAR)
+def _attend_block(q, k, v, seen, scale, top, norm, acc, PRECISION: tl.constexpr):
+    """Add a block of cache slots to an online softmax: its maximum, its sum and its weighted values."""
+    score = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, LOWEST)
     higher = tl.maximum(top, tl.max(score, 1))
     shrink = tl.exp(top - higher)
     weight = tl.where(seen[None, :], tl.exp(score - higher[:, None]), 0.0)
@@ -178,9 +178,9 @@ def _attention(
     H: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, HALF: tl.constexpr, BS: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of the new position of one row: q and k turned, k and v put into the cache, attention over a part of
-    it; the last of SPLIT programs adds up. What the cache held before is read before the wait. The matrix units want
-    16 queries: they get 16 times the same.
+    """One head of the new position of one row: rotate q and k, store k and v in the cache, attend to a part of it. The
+    last of SPLIT programs combines the parts. What the cache held before is loaded before the wait. The matrix units
+    need 16 queries: they get the same one 16 times.
     """
     unit = tl.program_id(1) * H + tl.program_id(0)
     split = tl.program_id(2)
@@ -203,22 +203,22 @@ def _attention(
     if PDL:
         gdc_wait()
     qkv += unit * C
-    q = _turned(qkv, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
-    k = _turned(qkv + batch * H * C, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
+    q = _rotated(qkv, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
+    k = _rotated(qkv + batch * H * C, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
     v = tl.load(qkv + 2 * batch * H * C + c, mask=inside, other=0.0).to(values.dtype.element_ty)
     own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 0) * scale
     q = tl.broadcast_to(q[None, :], (16, CP))
-    top = tl.full((16,), FAR, tl.float32)
+    top = tl.full((16,), LOWEST, tl.float32)
     norm = tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, CP), tl.float32)
-    top, norm, acc = _see(q, first_k, first_v, low + lane < high, scale, top, norm, acc, PRECISION)
+    top, norm, acc = _attend_block(q, first_k, first_v, low + lane < high, scale, top, norm, acc, PRECISION)
     for start in tl.range(low + BS, high, BS, num_stages=STAGES):
         seen = start + lane < high
         ok = seen[:, None] & inside[None, :]
         old_k = tl.load(keys + start * C + at, mask=ok, other=0.0)
         old_v = tl.load(values + start * C + at, mask=ok, other=0.0)
-        top, norm, acc = _see(q, old_k, old_v, seen, scale, top, norm, acc, PRECISION)
-    own = tl.where(split == 0, own, FAR)  # the new position: the first program's
+        top, norm, acc = _attend_block(q, old_k, old_v, seen, scale, top, norm, acc, PRECISION)
+    own = tl.where(split == 0, own, LOWEST)  # the new position: the first program's
     most = tl.maximum(tl.max(top, 0), own)
     share = tl.exp(tl.max(top, 0) - most)
     weight = tl.where(split == 0, tl.exp(own - most), 0.0)
@@ -273,11 +273,11 @@ def _greedy(
 
 
 @jit
-def _place(
+def _fill_cache(
     qkv, q, keys, values, cos, sin, start, length, rows, slots,
     H: tl.constexpr, HP: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Position t of row b: q turned into (B, H, T, C), k turned and v into the cache from slot `start` on."""
+    """Position t of row b: rotate q and k; write q to (B, H, T, C), k and v to slot `start` + t of the cache."""
     t = tl.program_id(0)
     b = tl.program_id(1)
     h = tl.arange(0, HP)[:, None]
@@ -303,13 +303,13 @@ def scores(
     bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool,
     apart: bool,
 ) -> None:  # fmt: skip
-    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `counter` is 0 before. `apart`: two launches, and no waiting."""
+    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `counter` must be 0. `apart`: two launches instead of a wait."""
     count, dim = keys.shape
     for half in (1, 2) if apart else (0,):
         _scores[(count // rows,)](
             x_BD, keys, out_BN, raw, stat, counter, tau, bounds, x_BD.shape[0], count,
-            D=dim, N=count // members, ROWS=rows, BK=_power(dim, block), BB=bb,
-            PARTS=power_above(count // members // rows), SEGMENTS=len(bounds) - 1,
+            D=dim, N=count // members, ROWS=rows, BK=_largest_power_of_2(dim, block), BB=bb,
+            PARTS=next_power_of_2(count // members // rows), SEGMENTS=len(bounds) - 1,
             PRECISION=_precision(keys), PDL=pdl, HALF=half, num_warps=warps, num_stages=stages,
             **_launch(pdl, not apart),
         )  # fmt: skip
@@ -319,7 +319,7 @@ def values(
     g_BN: Tensor, values_MEN: Tensor, out_MBE: Tensor, copy: Tensor | None, part: Tensor, counter: Tensor, *,
     rows: int, block: int, bb: int, split: int, warps: int, stages: int, pdl: bool,
 ) -> None:  # fmt: skip
-    """`out` (M, B, E) = values · g; with `copy` added to what stands there, and written to it in its type too."""
+    """`out` (M, B, E) = values · g. With `copy`, the result is added to `out` and also written to `copy`."""
     members, e, n = values_MEN.shape
     _values[(e // rows, split, members)](
         g_BN, values_MEN, out_MBE, copy if copy is not None else out_MBE, part, counter, g_BN.shape[0], g_BN.shape[1],
@@ -332,7 +332,7 @@ def attend(
     qkv_MBD: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, cos: Tensor, sin: Tensor, positions_B: Tensor, out_BD: Tensor,
     part: Tensor, counter: Tensor, *, block: int, split: int, warps: int, stages: int, pdl: bool,
 ) -> None:  # fmt: skip
-    """`out` (B, D): attention of the new position of each row, which is put into the cache on the way."""
+    """`out` (B, D): attention of the new position of each row, which is also stored in the cache."""
     batch, heads, slots, dim = k_BHSC.shape
     _attention[(heads, batch, split)](
         qkv_MBD, k_BHSC, v_BHSC, cos, sin, positions_B, out_BD, part, counter, batch, slots, dim**-0.5,
@@ -345,40 +345,40 @@ def greedy(
     logits_BW: Tensor, vocab: int, token_B: Tensor, out_BK: Tensor, position_B: Tensor, last_B: Tensor,
     limit_B: Tensor, done_B: Tensor, stop_ids: Tensor,
 ) -> None:  # fmt: skip
-    """The most likely token of each row becomes its next one. Rows that are not done put it into `out`, in the column
-    of their distance from the prompt's end (`last`), and move on; they are done with their last or a stop token.
+    """Choose the most likely next token of each row. A row that is not done stores it in `out`, in the column of its
+    distance from the prompt's end (`last`), and moves on; it is done after `limit` tokens or a stop token.
     """
     _greedy[(len(logits_BW),)](
         logits_BW, token_B, out_BK, position_B, last_B, limit_B, done_B, stop_ids, vocab, logits_BW.shape[1],
-        out_BK.shape[1], STOPS=len(stop_ids), BW=min(16384, power_above(vocab)), num_warps=32,
+        out_BK.shape[1], STOPS=len(stop_ids), BW=min(16384, next_power_of_2(vocab)), num_warps=32,
     )  # fmt: skip
 
 
-def place(
+def fill_cache(
     qkv_MTD: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, cos: Tensor, sin: Tensor, start: int, q_BHTC: Tensor
 ) -> None:
-    """q turned, k and v into the cache: all rows of data at start, start + 1, …"""
+    """Rotate q and k, and store k and v in the cache; every row has the positions start, start + 1, …"""
     batch, heads, length, dim = q_BHTC.shape
-    _place[(length, batch)](
+    _fill_cache[(length, batch)](
         qkv_MTD, q_BHTC, k_BHSC, v_BHSC, cos, sin, start, length, batch * length, k_BHSC.shape[2],
-        H=heads, HP=power_above(heads), C=dim, CP=power_above(dim), HALF=cos.shape[-1],
+        H=heads, HP=next_power_of_2(heads), C=dim, CP=next_power_of_2(dim), HALF=cos.shape[-1],
     )  # fmt: skip
 
 
-def up(n: int, by: int) -> int:
+def ceil_div(n: int, by: int) -> int:
     return -(-n // by)
 
 
-def power_above(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
 def channels(head_dim: int) -> int:
-    """Of a head as attention holds it: what the matrix units take."""
-    return max(16, power_above(head_dim))
+    """Channels of a head as attention holds them: padded to what the matrix units take."""
+    return max(16, next_power_of_2(head_dim))
 
 
-def _power(n: int, most: int) -> int:
+def _largest_power_of_2(n: int, most: int) -> int:
     """The largest power of two that divides n, at most `most`."""
     return min(n & -n, most)
 

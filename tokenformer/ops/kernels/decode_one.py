@@ -1,12 +1,12 @@
-"""Kernels for one row of data: two products with weights a Pattention, at the speed at which memory gives them.
+"""Decoding kernels for one row: two products per Pattention, at the speed at which the weights come from memory.
 
-Unusual: a warp has whole rows of the weights; 16-bit weights are read as words of two. A program begins while the
-kernel before it runs (PDL): its first weights are under way before it waits for what they meet. Each program normalises
-all scores itself: no kernel and no waiting in between.
+Unusual: a warp reads whole rows of the weights; 16-bit weights are read as words of two. A kernel starts while the
+previous one runs (PDL) and loads its first weights before it waits for its input. Each program normalises all scores
+itself, so there is no kernel and no wait between the two products.
 Legend: D d_in, N parameter tokens of a member (each segment padded to 64), E d_out, M members (q, k, v).
 """
 
-# ruff: noqa: RUF005 (in kernels tuples grow by +, they cannot be unpacked)
+# ruff: noqa: RUF005 (tuples in kernels can be added, not unpacked)
 
 from typing import Any
 
@@ -16,18 +16,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenformer.ops.kernels.decode import _gelu, _scale, power_above, up
+from tokenformer.ops.kernels.decode import _gelu, _scale, ceil_div, next_power_of_2
 
 jit: Any = triton.jit
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @jit
-def _piece(
+def _load_piece(
     weights, low, high, u: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Piece u of rows low … high: R rows and BK words; all rows of the same words come one after another."""
+    """Load piece u of rows low … high: R rows of BK words. Pieces of the same words, row after row, come first."""
     rows = low + (u % TILES) * R + tl.arange(0, R)
     cols = (u // TILES) * BK + tl.arange(0, BK)
     at = weights + rows[:, None] * K + cols[None, :]
@@ -40,19 +40,19 @@ def _piece(
 
 
 @jit
-def _begin(
+def _prefetch(
     weights, low, high,
     K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     out = ()
     for u in tl.static_range(min(DEPTH, TILES * ((K + BK - 1) // BK))):
-        out = out + (_piece(weights, low, high, u, K, R, BK, TILES, EVEN),)
+        out = out + (_load_piece(weights, low, high, u, K, R, BK, TILES, EVEN),)
     return out
 
 
 @jit
-def _numbers(w, KIND: tl.constexpr):
-    """The numbers of a tile of words, in fp32 and with one more dimension; a word is one fp32 or two of 16 bits."""
+def _unpack(w, KIND: tl.constexpr):
+    """The numbers in a tile of words, in fp32, with one more dimension: a word holds one fp32 or two 16-bit numbers."""
     if KIND == "fp32":
         out = w[:, :, None]
     elif KIND == "bf16":  # the upper half of an fp32
@@ -72,28 +72,28 @@ def _store(out, y, rows, high, ADD: tl.constexpr):
 
 @jit
 def _product(
-    weights, under_way, vector, out, low, high,
+    weights, in_flight, vector, out, low, high,
     K: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """out[low … high] = (+=) weights · vector, DEPTH pieces of the weights always under way."""
+    """out[low … high] = (+=) weights · vector, with DEPTH pieces of the weights always being loaded."""
     T: tl.constexpr = (K + BK - 1) // BK
     acc = ()
     for t in tl.static_range(T):
         fresh = ()
         for i in tl.static_range(TILES):
-            part = _numbers(under_way[t * TILES + i], KIND) * vector[t][None, :, :]
+            part = _unpack(in_flight[t * TILES + i], KIND) * vector[t][None, :, :]
             if t > 0:
                 part += acc[i]
             fresh = fresh + (part,)
             if t * TILES + i + DEPTH < T * TILES:
-                under_way = under_way + (_piece(weights, low, high, t * TILES + i + DEPTH, K, R, BK, TILES, EVEN),)
+                in_flight = in_flight + (_load_piece(weights, low, high, t * TILES + i + DEPTH, K, R, BK, TILES, EVEN),)
         acc = fresh
     sums = ()
     for i in tl.static_range(TILES):
         sums = sums + (tl.sum(tl.reshape(tl.sum(acc[i], 2), [R, BK // 4, 4]), 2),)
     two = tl.arange(0, 2)
-    for i in tl.static_range(0, TILES - TILES % 4, 4):  # one sum over the threads for all four
+    for i in tl.static_range(0, TILES - TILES % 4, 4):  # one reduction over the threads for four tiles
         four = tl.join(tl.join(sums[i], sums[i + 1]), tl.join(sums[i + 2], sums[i + 3]))
         tile = i + two[None, :, None] + 2 * two[None, None, :]
         _store(out, tl.sum(four, 1), low + tile * R + tl.arange(0, R)[:, None, None], high, ADD)
@@ -103,7 +103,7 @@ def _product(
 
 @jit
 def _vector(x, K: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr):
-    """K words as tiles (BK, numbers a word) in fp32."""
+    """K words as tiles (BK, numbers per word) in fp32."""
     EACH: tl.constexpr = 2 - (KIND == "fp32")
     out = ()
     for t in tl.static_range((K + BK - 1) // BK):
@@ -125,10 +125,10 @@ def _scores_one(
     high = tl.minimum(low + PER, count)
     if PDL:
         gdc_launch_dependents()
-    under_way = _begin(keys, low, high, K, R, BK, TILES, EVEN, DEPTH)
+    in_flight = _prefetch(keys, low, high, K, R, BK, TILES, EVEN, DEPTH)
     if PDL:
         gdc_wait()
-    _product(keys, under_way, _vector(x, K, BK, KIND), out, low, high, K, R, BK, TILES, EVEN, DEPTH, KIND, False)
+    _product(keys, in_flight, _vector(x, K, BK, KIND), out, low, high, K, R, BK, TILES, EVEN, DEPTH, KIND, False)
 
 
 @jit
@@ -146,7 +146,7 @@ def _values_one(
     values += member * E * K
     if PDL:
         gdc_launch_dependents()
-    under_way = _begin(values, low, high, K, R, BK, TILES, EVEN, DEPTH)
+    in_flight = _prefetch(values, low, high, K, R, BK, TILES, EVEN, DEPTH)
     if PDL:
         gdc_wait()
     a = _vector(score + member * N, K, BK, KIND)
@@ -168,7 +168,7 @@ def _values_one(
             for s in tl.static_range(1, SEGMENTS):
                 scale = tl.where(at >= tl.load(bounds + s), scales[s], scale)
         g = g + (_gelu(a[t] * scale),)
-    _product(values, under_way, g, out + member * E, low, high, K, R, BK, TILES, EVEN, DEPTH, KIND, ADD)
+    _product(values, in_flight, g, out + member * E, low, high, K, R, BK, TILES, EVEN, DEPTH, KIND, ADD)
 
 
 def scores_one(
@@ -177,8 +177,8 @@ def scores_one(
 ) -> None:  # fmt: skip
     """`out` (N) = keys · x."""
     count, k = _words(keys).shape
-    per = rows * up(count, programs * rows)
-    _scores_one[(up(count, per),)](
+    per = rows * ceil_div(count, programs * rows)
+    _scores_one[(ceil_div(count, per),)](
         x, _words(keys), out, count, PER=per, K=k, R=rows, BK=words, EVEN=count % per == 0 and k % words == 0,
         DEPTH=depth, KIND=KINDS[keys.dtype], PDL=pdl, num_warps=warps, **_launch(pdl, registers),
     )  # fmt: skip
@@ -190,9 +190,9 @@ def values_one(
 ) -> None:  # fmt: skip
     """`out` (M, E) = (+=) values · gelu(score · τ / ‖score‖), each segment of each member by itself."""
     weights, (members, e, n) = _words(values_MEN), values_MEN.shape
-    per, k = rows * up(members * e, programs * rows), weights.shape[-1]
-    words = max(words, power_above(up(k, 48)))  # pieces are written out one by one
-    _values_one[(up(e, per), members)](
+    per, k = rows * ceil_div(members * e, programs * rows), weights.shape[-1]
+    words = max(words, next_power_of_2(ceil_div(k, 48)))  # the loop over pieces is unrolled: not too many
+    _values_one[(ceil_div(e, per), members)](
         score, tau, bounds, weights, out, e, PER=per, N=n, SEGMENTS=len(bounds) - 1, K=k, R=rows, BK=words,
         EVEN=e % per == 0 and k % words == 0, DEPTH=depth, KIND=KINDS[values_MEN.dtype], ADD=add, PDL=pdl,
         num_warps=warps, **_launch(pdl, registers),
@@ -204,5 +204,5 @@ def _words(weights: Tensor) -> Tensor:
 
 
 def _launch(pdl: bool, registers: int) -> dict[str, Any]:
-    """Few enough registers that the next kernel has room for its weights beside this one."""
+    """Limit the registers, so that the next kernel can load its weights beside this one."""
     return {"launch_pdl": True, "maxnreg": registers} if pdl else {}

@@ -1,8 +1,8 @@
-"""Pattention for training: cuBLAS for its products, one kernel for Θ, one for its gradient.
+"""Pattention for training: cuBLAS for the products, one kernel for Θ, one for its gradient.
 
-Unusual: what is kept for backward is the scores and one number per row and segment; Θ is recomputed. All segments of
-all members (q, k, v) lie side by side in one buffer of scores, each padded to 64 columns by zero keys and values: one
-product makes all scores, and one product per member adds up its segments, onto the residual stream where there is one.
+Unusual: backward keeps the scores and one number per row and segment, and recomputes Θ. All segments of all members
+(q, k, v) lie side by side in one buffer of scores, each padded to 64 columns by zero keys and values: one product makes
+all scores, and one product per member adds up its segments, and adds them to the residual stream where there is one.
 No atomics: equal inputs give equal bits. Legend: T rows of data, D d_in, E d_out, W columns of scores, S segments.
 """
 
@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenformer.ops.kernels import rotary  # noqa: F401  (makes the operator turn_)
+import tokenformer.ops.kernels.rotary  # noqa: F401  (registers the operator rotate_)
 
 TILE = 64  # columns that a segment is padded to
-jit: Any = triton.jit  # what it makes is beyond a type checker
+jit: Any = triton.jit  # Any: type checkers do not understand kernels
 
 
 @jit
@@ -39,9 +39,9 @@ def _inverse(x, FAST: tl.constexpr):
 
 @jit
 def _gelu(s, EXACT: tl.constexpr, FAST: tl.constexpr):
-    """gelu(s) and its slope; in half precision by Abramowitz and Stegun's 7.1.26 (Φ within 1e-7).
+    """gelu(s) and its slope; in half precision by formula 7.1.26 of Abramowitz and Stegun (Φ within 1e-7).
 
-    FAST: by the GPU's own instructions, which the interpreter has not.
+    FAST: with instructions of the GPU, which the interpreter does not have.
     """
     bell = exp2(s * (-0.7213475204444817 * s), FAST)  # exp(-s²/2)
     if EXACT:
@@ -57,7 +57,7 @@ def _gelu(s, EXACT: tl.constexpr, FAST: tl.constexpr):
 
 @jit
 def _rate(total, tau, THETA: tl.constexpr):
-    """What scores are multiplied by; 0 where there is nothing to normalise."""
+    """The factor of the scores: τ² / total or τ / √total; 0 where the total is 0."""
     safe = tl.where(total > 0, total, 1.0)
     rate = tau * tau / safe if THETA == "l1_norm_gelu" else tau * tl.rsqrt(safe)
     return tl.where(total > 0, rate, 0.0)
@@ -69,8 +69,8 @@ def _forward(
     WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Θ of ROWS rows of one segment, and their statistic (of softmax: the logarithm of the sum)."""
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # last rows first: they are in the cache
+    """Θ of ROWS rows of one segment, and their statistic (the sum; of softmax its logarithm)."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # last rows first: they are still in the L2 cache
     start += (program % many) * apart
     which += (program % many) * between
     rows = (program // many).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -119,9 +119,9 @@ def _forward(
 
 @jit
 def _theta(a, g, total, rate, tau, counts, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr):
-    """From scores and the gradient of Θ: Θ, what is summed over a row, and `own`, `share`, `factor`, with which
+    """From the scores a and the gradient g of Θ: Θ, the terms of a sum over the row, and `own`, `share`, `factor`.
 
-    the gradient of the scores is (own − share · sum / τ²) · factor.
+    The gradient of the scores is (own − share · sum / τ²) · factor.
     """
     if THETA == "softmax":
         p = tl.where(counts, tl.exp(a - total) * (tau * tau), 0.0)
@@ -184,6 +184,7 @@ def _backward(
 
 
 def padded(size: int) -> int:
+    """Columns of a segment of this size."""
     return -(-size // TILE) * TILE
 
 
@@ -196,7 +197,7 @@ def columns(sizes: Sequence[int], members: Sequence[int]) -> list[slice]:
 
 
 def _tile(width: int, backward: bool) -> dict[str, int]:
-    """Of a program: rows, columns, warps, the fastest on an H200. Longer rows are read twice, then from the cache."""
+    """Rows, columns and warps of a program, the fastest on an H200. A row longer than BLOCK is read twice."""
     block = 1 << (width - 1).bit_length()
     if width <= 4096:
         warps = max(1, block // (512 if backward and block > 2048 else 1024))
@@ -221,7 +222,7 @@ def theta(
     out, totals = torch.empty_like(scores), scores.new_empty(rows, count, dtype=torch.float32)
     each = count // len(members)
     alike = all(list(x) == list(x[:each]) * len(members) for x in (sizes, taus)) and set(members) == {each}
-    many, start = len(members) if alike else 1, 0  # one launch for a segment of all members
+    many, start = len(members) if alike else 1, 0  # members of equal segments: one launch per segment
     for i, size in enumerate(sizes[: count // many]):
         tile = _tile(padded(size), backward=False)
         if rows:
@@ -277,16 +278,16 @@ torch.library.register_fake("tokenformer::add_product_", lambda base, a, b: None
 
 @torch.library.impl("tokenformer::add_product_", ("cuda", "cpu"))
 def add_product_(base: Tensor, a: Tensor, b: Tensor) -> None:
-    """For the compiler, which would have `addmm` copy its first argument also where nobody needs it any more."""
+    """base += a @ b, in place. torch.compile would copy the first argument of `addmm`, even where nothing reads it."""
     base.addmm_(a, b)
 
 
 class Fused(torch.autograd.Function):
     """x (T, D), keys (W, D), values (columns of a member, E) → one output per member.
 
-    `onto` says what the outputs are added to, and the gradient of x with it, both inside a product: "nothing", "input"
-    (x itself), "residual", or "fork": then x is handed on as the last output. With `cos` and `sin` the first
-    two outputs, of heads of `head_dim`, are turned by their rows' positions.
+    `onto`: what the outputs are added to, inside their products: "nothing", "input" (x itself) or "residual"; "fork":
+    x is also returned, as the last output, so that backward adds its gradient inside a product. With `cos` and `sin`
+    the first two outputs (q and k) are rotated by the positions of their rows, per head of `head_dim` channels.
     """
 
     @staticmethod
@@ -314,8 +315,8 @@ class Fused(torch.autograd.Function):
             weights[:, place] @ v if base is None else torch.addmm(base, weights[:, place], v) for place, v in parts
         ]
         for i in range(2) if head_dim else ():
-            outputs[i] = outputs[i].clone()  # the compiler leaves it out; else a checkpoint may hold the product
-            torch.ops.tokenformer.turn_(outputs[i], cos, sin, head_dim, False)
+            outputs[i] = outputs[i].clone()  # torch.compile removes the copy; eager, a checkpoint may keep the product
+            torch.ops.tokenformer.rotate_(outputs[i], cos, sin, head_dim, False)
         return *outputs, *([x.view_as(x)] if onto == "fork" else [])
 
     @staticmethod
@@ -329,8 +330,8 @@ class Fused(torch.autograd.Function):
             for g, v in zip(grads, values, strict=False)
         ]
         for i in range(2) if ctx.head_dim else ():
-            own[i] = own[i].clone()  # which the compiler leaves out
-            torch.ops.tokenformer.turn_(own[i], cos, sin, ctx.head_dim, True)
+            own[i] = own[i].clone()  # torch.compile removes the copy
+            torch.ops.tokenformer.rotate_(own[i], cos, sin, ctx.head_dim, True)
         thetas = [g @ v.T for g, v in zip(own, values, strict=True)]  # gradients of Θ
         weights, slopes = torch.ops.tokenformer.theta_backward(thetas, scores, totals, *ctx.layout)
         base = grads[-1] if ctx.onto in ("input", "fork") else None
@@ -340,8 +341,8 @@ class Fused(torch.autograd.Function):
             dx = base.clone()
             torch.ops.tokenformer.add_product_(dx, slopes, keys)
         dvalues = [weights[:, place].T @ g for place, g in zip(columns(sizes, members), own, strict=True)]
-        onward = own[0] if ctx.onto == "residual" else None
-        return dx, onward, None, None, None, None, None, slopes.T @ x, *dvalues
+        dresidual = own[0] if ctx.onto == "residual" else None
+        return dx, dresidual, None, None, None, None, None, slopes.T @ x, *dvalues
 
 
 def fused(
@@ -352,16 +353,16 @@ def fused(
     centred: bool = False,
     onto: str = "nothing",
     residual: Tensor | None = None,
-    turn: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
+    rotary: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
 ) -> list[Tensor]:
-    """`pattention_group`; `centred` takes the mean out of each key. `turn`: cos, sin, head_dim; the rest: Fused."""
+    """`pattention_group`. `centred` subtracts the mean of each key; `rotary`: cos, sin, head_dim; `onto`: see Fused."""
     flat = x.reshape(-1, x.shape[-1])
     keys = [_without_mean(key) if centred else key for segments in members for key, _, _ in segments]
     sizes = tuple(len(key) for key in keys)
     layout = (sizes, tuple(map(len, members)), tuple(tau for m in members for *_, tau in m), theta)
     values = [_stack([value for _, value, _ in segments], x.dtype) for segments in members]
     base = None if residual is None else residual.flatten(0, -2)
-    outputs = Fused.apply(flat, base, *turn, layout, onto, _stack(keys, x.dtype), *values)
+    outputs = Fused.apply(flat, base, *rotary, layout, onto, _stack(keys, x.dtype), *values)
     return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
 
 
@@ -371,7 +372,7 @@ def _without_mean(key: Tensor) -> Tensor:
 
 
 def _stack(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Each with zero rows up to the next tile."""
+    """Concatenate, each part padded with zero rows to whole tiles."""
     parts = [
         F.pad(part.to(dtype), (0, 0, 0, -len(part) % TILE)) if len(part) % TILE else part.to(dtype) for part in parts
     ]

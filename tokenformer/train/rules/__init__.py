@@ -27,15 +27,15 @@ class Rule(Protocol):
 
     @staticmethod
     def wants(role: Role) -> bool:
-        """Whether it updates parameters of this role."""
+        """Tell whether the rule updates parameters of this role."""
         ...
 
     def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
-        """Update by the gradients / divisor; where `skip` is 1, parameters and state stay what they were."""
+        """Update by the gradients / divisor; if `skip` is 1, parameters and state stay what they were."""
         ...
 
     def state_by_name(self) -> State:
-        """What it keeps for each parameter that was updated before."""
+        """Return the state of each parameter that was updated before."""
         ...
 
     def load_state_by_name(self, state: State) -> None:

@@ -21,7 +21,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class Muon:
-    """Keeps a `momentum` for each matrix. `optimizer.segments: joint` takes the segments of a projection as one."""
+    """Keeps a `momentum` per matrix. `optimizer.segments: joint` treats the segments of a projection as one matrix."""
 
     def __init__(self, learners: Mapping[str, Learner], config: OptimizerConfig, layout: Layout) -> None:
         self.config, self.layout, self.momentum = config, layout, dict[str, Tensor]()
@@ -49,7 +49,7 @@ class Muon:
         divisor: Tensor,
         skip: Tensor,
     ) -> None:
-        """Move units that are cut alike: (units, rows, columns) at once."""
+        """Update units that are split alike: (units, rows, columns) at once."""
         c, flat = self.config, [name for unit in names for name in unit]
         sizes = [len(self.matrices[name]) for name in names[0]]  # rows of the parts that are here
         matrices: list[Tensor] = [self.matrices[name] for name in flat]
@@ -69,17 +69,17 @@ class Muon:
         torch._foreach_sub_(matrices, moves)
 
     def _orthogonal(self, stack: Tensor, splits: Sequence[Split]) -> Tensor:
-        """Orthogonalise each matrix, gathered on one rank where only a part of it is here."""
+        """Orthogonalise each matrix. A matrix that is split over ranks is gathered on one of them."""
         solve = functools.partial(orthogonalise, steps=self.config.orthogonal_steps, dtype=self._dtype(stack))
         place = self.layout.place
         if place.degrees.world == place.degrees.pipeline:
             return solve(stack)
-        sizes = [side.stop - side.start for side, *_ in map(self.layout.box_of, splits)]
+        sizes = [side.stop - side.start for side, *_ in map(self.layout.box, splits)]
         solved = solve_whole([matrix.split(sizes) for matrix in stack], splits, place, solve)
         return torch.stack([torch.cat(unit) if len(unit) > 1 else unit[0] for unit in solved])
 
     def _units(self) -> dict[tuple[Split, ...], list[list[str]]]:
-        """Names of what is orthogonalised as one, by how their parts are cut."""
+        """Return the names of the matrices that are orthogonalised as one, by how they are split."""
         names = [name for name, matrix in self.matrices.items() if matrix.grad is not None]
         for name in names:
             if name not in self.momentum:
@@ -102,17 +102,17 @@ class Muon:
 
 
 def _stack(names: Sequence[Sequence[str]], tensors: Mapping[str, Tensor]) -> Tensor:
-    """The matrices of each unit, one below the other."""
+    """Stack the units, each of which is its matrices one below the other."""
     return torch.stack([torch.cat([tensors[n] for n in unit]) if len(unit) > 1 else tensors[unit[0]] for unit in names])
 
 
 def _parts(stack: Tensor, sizes: list[int]) -> list[Tensor]:
-    """The matrices of each unit of a stack, in order."""
+    """Return the matrices of all units of a stack, in order."""
     return [part for unit in stack for part in unit.split(sizes)]
 
 
 def orthogonalise(matrices: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Each of (K, rows, columns) → nearly the orthogonal matrix closest to it, by Newton–Schulz steps in `dtype`.
+    """Replace each of (K, rows, columns) by nearly the closest orthogonal matrix, by Newton–Schulz steps in `dtype`.
 
     >>> q = orthogonalise(torch.tensor([[[3.0, 0.0], [0.0, 2.0]]]), 5, torch.float32)
     >>> bool((q.diagonal(dim1=1, dim2=2) > 0.6).all()), q[0, 0, 1].item()
