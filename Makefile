@@ -1,4 +1,4 @@
-# make demo    a tiny TokenFormer on Shakespeare that grows twice; some minutes on two CPU cores; runs/demo/report.html
+# make demo    a tiny TokenFormer on Shakespeare that grows on the way; some minutes on two CPU cores; runs/demo/report.html
 # make test    linter, type checker, tests
 # make test-slow    soaks and the fuzzer, a quarter of an hour on two cores
 # make test-hosts   tests of two hosts on this machine: a real Slurm, network namespaces; Debian, as root

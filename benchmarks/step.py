@@ -123,16 +123,20 @@ class Official(nn.Module):
         self.rotary = [torch.cat([t, t], dim=-1)[:, None, None].bfloat16() for t in both]
 
     def forward(self, ids: Tensor) -> Tensor:
+        return self.losses(ids, ids).mean()
+
+    def losses(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Of each position by itself."""
         x = self.embedding(ids).bfloat16().transpose(0, 1).contiguous()
         for block in self.blocks:
             args = block, x, *self.rotary
             x = checkpoint(*args, use_reentrant=False) if self.how == "checkpointed" else block(*args[1:])
         x = x.transpose(0, 1).contiguous()
         x = F.layer_norm(x, (self.c.dim,), self.norm.weight.bfloat16(), self.norm.bias.bfloat16())
-        logits, labels = (x @ self.embedding.weight.bfloat16().T).float().flatten(0, 1), ids.flatten()
+        logits = (x @ self.embedding.weight.bfloat16().T).float().flatten(0, 1)
         if self.how == "compiled":
-            return F.cross_entropy(logits, labels)
-        return OfficialLoss.apply(logits, labels).mean()
+            return F.cross_entropy(logits, labels.flatten(), reduction="none")
+        return OfficialLoss.apply(logits, labels.flatten())
 
 
 class Ours(nn.Module):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokenformer.config_data import DataConfig
-from tokenformer.config_growth import GrowthStage
+from tokenformer.config_growth import GrowthStage, ProgressiveGrowth
 from tokenformer.config_train import (
     CheckpointConfig,
     LogConfig,
@@ -294,7 +294,11 @@ class Config(Section):
     data: DataConfig = key("what it is trained on", make=DataConfig)
     optimizer: OptimizerConfig = key("the update rule", make=OptimizerConfig)
     schedule: ScheduleConfig = key("the learning rate over the run", make=ScheduleConfig)
-    growth: list[GrowthStage] = key("growths of the run, in order; `model` is what it begins with", make=list)
+    growth: list[GrowthStage] | Literal["progressive"] | ProgressiveGrowth = key(
+        "growths of the run, in order; `model` is what it begins with. Or progressive: `model` is the final one and "
+        "`steps` its budget, and the run begins with a small one",
+        make=list,
+    )
     train: TrainConfig = key("how a step is computed", make=TrainConfig)
     validation: ValidationConfig = key("what is measured on held-out data", make=ValidationConfig)
     checkpoint: CheckpointConfig = key("what is kept to resume", make=CheckpointConfig)
@@ -303,8 +307,20 @@ class Config(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        plateau = any("plateau" in stage.at for stage in self.growth)
+        listed = self.growth if isinstance(self.growth, list) else []
+        plateau = any("plateau" in stage.at for stage in listed)
         need(not plateau or self.validation.every > 0, "growth at a plateau needs validations: set validation.every")
+        schedules = [self.schedule, *(stage.schedule for stage in listed if stage.schedule)]
+        need(
+            not plateau or all(schedule.count == "steps" for schedule in schedules),
+            "schedule.count is compute, but how much a run computes that grows at a plateau is not known before: "
+            "give the growths a step, or leave schedule.count out",
+        )
+        need(
+            self.start is None or isinstance(self.growth, list),
+            f"growth is progressive, which begins with a small model of its own, but start is {self.start}: give "
+            "start=null to train from scratch, or a list of growths to begin with these weights",
+        )
 
 
 @dataclass(frozen=True)

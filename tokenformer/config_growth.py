@@ -1,8 +1,10 @@
-"""A growth, described once: to what size and how (`Growth`, for every caller), and when in a run (`GrowthStage`).
+"""A growth, described once: to what size and how (`Growth`, for every caller), and when in a run (`GrowthStage`);
+or a run that begins small by itself (`Progressive`).
 
 Every key of a stage, its default and its meaning; part of config.py's `Config`.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,8 +60,8 @@ class GrowthStage(Growth, section="growth"):
     """One growth of a run: when, to what size, by which rules, and how training continues."""
 
     at: dict[str, float] = key(
-        "when: {step: 1000}, {tokens: 2e9} (whatever the task counts), or {plateau: 0.01, patience: 3}: the validation "
-        "loss fell by less than this share over that many validations",
+        "when: {step: 1000}, {tokens: 2e9} (whatever the task counts), {compute: 0.25} (a share of the run's compute), "
+        "or {plateau: 0.01, patience: 3}: the validation loss fell by less than this share over that many validations",
         above=0,
     )
     rate: float = key("the learning rate is multiplied by this from here on, until the next stage", 1.0, least=0)
@@ -78,11 +80,56 @@ class GrowthStage(Growth, section="growth"):
         alone = len(self.at) == 1 and "patience" not in self.at  # a step, a plateau, or a unit that its task knows
         need(
             alone or set(self.at) == {"plateau", "patience"},
-            f"growth.at is {self.at}: give {{step: N}}, {{tokens: N}} or {{plateau: SHARE, patience: N}}",
+            f"growth.at is {self.at}: give {{step: N}}, {{tokens: N}}, {{compute: SHARE}}, or {{plateau: SHARE, "
+            "patience: N}",
         )
+        need(self.at.get("compute", 0) < 1, f"growth.at is {self.at}: it is a share of the run's compute, below 1")
         need(
             self.old_tokens == 1
             or (self.new_tokens in (None, "segment") and self.dim is None and self.ffn_dim is None),
             "growth.old_tokens trains old and new parameters apart, which are apart only where new_tokens is segment "
             "and nothing is widened: choose that, or leave old_tokens out",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progressive(Section, section="growth.progressive"):
+    """A run that begins with a small model. What is absent follows growth/progressive.py's table `RECIPES`."""
+
+    budget: float = key(
+        "compute that the run may spend, as a share of that of `steps` steps of `model`", 1.0, above=0, most=1000
+    )
+    from_: float | dict[str, float] | None = key(
+        "parameter tokens of the first model as a share of the final ones: one number, or such as {qkv: 0.1, ffn: 1}",
+        None,
+        above=0,
+        most=1,
+    )
+    hops: int | None = key(
+        "growths on the way; each multiplies the parameter tokens by the same factor", None, above=0, most=99
+    )
+    at: list[float] = key(
+        "the share of the compute that lies before each growth, such as [0.03, 0.12]", make=list, above=0, below=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need(
+            not isinstance(self.from_, dict) or self.from_.keys() <= {"qkv", "proj", "ffn"},
+            f"growth.progressive.from is {self.from_}: give one share, or one for each of qkv, proj and ffn",
+        )
+        need(
+            all(a < b for a, b in itertools.pairwise(self.at)),
+            f"growth.progressive.at is {self.at}: give each growth a larger share than the one before",
+        )
+        need(
+            not self.at or self.hops in (None, len(self.at)),
+            f"growth.progressive.at names {len(self.at)} growths, but hops is {self.hops}: leave hops out",
+        )
+
+
+@dataclass(frozen=True)
+class ProgressiveGrowth:
+    """`growth: {progressive: {…}}`; `growth: progressive` alone is the same with nothing given."""
+
+    progressive: Progressive = key("how", make=Progressive)

@@ -50,10 +50,24 @@ class ScheduleConfig(Section, section="schedule"):
         "after the warm-up: down to the floor by a cosine or a line, constant, or wsd (stable, then down by a line)",
         "cosine",
     )
-    warmup: float = key("steps of linear warm-up from 0, or a share of all steps when below 1", 0.01, least=0)
-    decay: float = key("wsd: steps of the final decay, or a share of all steps when below 1", 0.3, least=0)
+    count: Literal["steps", "compute"] = key(
+        "what the schedule goes by: steps, or the share of the run's compute (FLOPs of the models that it passes "
+        "through) that lies before a step",
+        "steps",
+    )
+    warmup: float = key("steps of linear warm-up from 0, or a share of all steps (compute) when below 1", 0.01, least=0)
+    decay: float = key("wsd: steps of the final decay, or a share of all steps (compute) when below 1", 0.3, least=0)
     floor: float = key("the last rate as a share of the peak", 0.1, least=0, most=1)
     steps: int | None = key("length of the schedule; absent = that of the run", None, above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("warmup", "decay", "steps") if self.count == "compute" else ():
+            need(
+                (getattr(self, name) or 0) < 1,
+                f"schedule.{name} is {getattr(self, name)}, but schedule.count is compute: "
+                + ("leave it out" if name == "steps" else "give a share below 1"),
+            )
 
 
 @dataclass(frozen=True)

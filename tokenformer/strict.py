@@ -60,7 +60,7 @@ class Section:
 def check_bounds(cls: Any, values: dict[str, Any], at: str) -> None:
     """Refuse numbers, and lists and mappings of them, beyond the bounds of their keys. Nothing was made of them yet."""
     for field in dataclasses.fields(cls):
-        name, value = _join(at, field.name), values.get(field.name)
+        name, value = _join(at, field.name.rstrip("_")), values.get(field.name)
         numbers = [(name, number) for number in (value if isinstance(value, list) else [value])]
         if isinstance(value, dict):
             numbers = [(_join(name, entry), number) for entry, number in value.items()]
@@ -108,7 +108,7 @@ def override(raw: dict, assignments: Sequence[str]) -> dict:
 def build(cls: Any, raw: Any, at: str = "") -> Any:
     """Make a dataclass from a raw mapping. Unknown keys are refused with a suggestion; types and bounds are checked."""
     need(isinstance(raw, dict), f"{at or 'the config'} should hold keys and values, not {shown(raw)}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = {f.name.rstrip("_"): f for f in dataclasses.fields(cls)}  # the key `from` is Python's own word: `from_`
     hints = typing.get_type_hints(cls)
     for name in raw:
         if name not in fields:
@@ -118,7 +118,7 @@ def build(cls: Any, raw: Any, at: str = "") -> Any:
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         need(not required or name in raw, f"key '{_join(at, name)}' is missing: {field.metadata.get('doc', name)}")
-    values = {name: _convert(hints[name], value, _join(at, name)) for name, value in raw.items()}
+    values = {fields[k].name: _convert(hints[fields[k].name], value, _join(at, k)) for k, value in raw.items()}
     check_bounds(cls, values, at)
     return cls(**values)
 
@@ -139,8 +139,9 @@ def _convert(kind: Any, value: Any, at: str) -> Any:
         for option in args:
             if (option is bool) != isinstance(value, bool):
                 continue
-            with_container = typing.get_origin(option) in (list, dict) or dataclasses.is_dataclass(option)
-            if with_container == isinstance(value, list | dict) and (value is None) == (option is type(None)):
+            of = dict if dataclasses.is_dataclass(option) else typing.get_origin(option)
+            container = next((kind for kind in (list, dict) if isinstance(value, kind)), None)
+            if container is (of if of in (list, dict) else None) and (value is None) == (option is type(None)):
                 return _convert(option, value, at)
     elif origin is Literal:
         if value in args:
@@ -196,8 +197,13 @@ def to_dict(config: Any) -> dict:
 
     def plain(value: Any, inside_list: bool = False) -> Any:
         if dataclasses.is_dataclass(value):
+<<<<<<< HEAD
             pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value) if not foreign(f, value)]
             value = {f.name: v for f, v in pairs if not (f.metadata["quiet"] and v == f.default)}
+=======
+            pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
+            value = {f.name.rstrip("_"): v for f, v in pairs if not (f.metadata["quiet"] and v == f.default)}
+>>>>>>> progressive
         if isinstance(value, dict):
             items = {k: plain(v) for k, v in value.items()}
             return items if inside_list else {k: v for k, v in items.items() if v is not None and v != {}}

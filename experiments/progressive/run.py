@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from harness import SETTINGS, Arm, Harness, Machine, Plan, Stage, grow, size
+from arms import SETTINGS, Arm, Plan, Stage, size
+from harness import Harness, Machine, grow
 
 SEEDS = (0, 1, 2)
 DECAYS, BUDGETS, FRONTIER = (0.25, 0.5, 1.0), (10, 20, 70), (1.0, 1.3, 1.7)

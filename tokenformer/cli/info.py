@@ -18,16 +18,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+<<<<<<< HEAD
     config = model_config(args.source)
     if args.context and config.of == "image":
         raise UserError("--context is for language models: an image is as long as its size says, so leave it out")
     lengths = [parse_length(text) for text in args.context.split(",")] if args.context else [config.length]
+=======
+    config, growing = model_config(args.source)
+    lengths = [parse_length(text) for text in args.context.split(",")] if args.context else [config.context]
+>>>>>>> progressive
     show(config)
+    for line in growing:
+        print(line)
     compare(config, lengths)
 
 
-def model_config(source: list[str]) -> ModelConfig:
-    """Return the model of configs and overrides, or of weights."""
+def model_config(source: list[str]) -> tuple[ModelConfig, list[str]]:
+    """Return the model of configs and overrides, or of weights; and lines about growth where a run begins smaller."""
+    from tokenformer.growth.progressive import describe, resolve
     from tokenformer.hub.open import Opened, locate, means_weights, read_config
 
     overrides = [word for word in source if "=" in word]
@@ -35,12 +43,13 @@ def model_config(source: list[str]) -> ModelConfig:
     weights = [name for name in names if means_weights(name)]
     configs = [name for name in names if name not in weights]
     if configs or not weights:  # beside weights: their own config, as `convert` takes it
-        return read_config(*configs, overrides=overrides).model
+        config = read_config(*configs, overrides=overrides)
+        return config.model, [] if isinstance(config.growth, list) else describe(resolve(config)[0])
     if overrides:
         raise UserError(f"{weights[0]} holds weights, which overrides cannot change: leave {overrides[0]} out")
     if len(weights) > 1:
         raise UserError(f"{weights[1]} is a second model: give one at a time")
-    return Opened(weights[0], locate(weights[0], values=False)).config
+    return Opened(weights[0], locate(weights[0], values=False)).config, []
 
 
 def parse_length(text: str) -> int:

@@ -24,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tokenformer.config_train import DEGREES
+    from tokenformer.growth.progressive import describe, resolve
     from tokenformer.growth.stages import chain
     from tokenformer.hub.open import read_config
     from tokenformer.parallel.estimate import choose
@@ -34,9 +35,13 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number above 0")
     config = read_config(args.config, overrides=args.settings, training=True)
     config = with_batch_sizes(config, args.gpus if config.batch is None else 1)  # official batches are per GPU
-    grown = chain(config.model, config.growth)[-1]
-    if config.growth:
-        print(f"planned for the model after its {len(config.growth)} growths")
+    small_first = not isinstance(config.growth, list)
+    config, stages = resolve(config)
+    grown = chain(config.model, stages)[-1]
+    if small_first:
+        print(*describe(config), sep="\n")
+    if stages:
+        print(f"planned for the model after its {len(stages)} growths")
     config = dataclasses.replace(config, model=grown, growth=[])
     asked = {s.partition("=")[0].removeprefix("parallel.") for s in args.settings if s.startswith("parallel.")}
     fixed = {name: getattr(config.parallel, name) for name in DEGREES if name in asked}

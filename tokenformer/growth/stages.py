@@ -3,6 +3,7 @@
 Pure functions of the config and of `Progress`, which is small and kept in a checkpoint.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -99,10 +100,12 @@ def rate(
     steps: int,
     schedule: ScheduleConfig,
     factor: Callable[[ScheduleConfig, int, int], float],
+    before: Callable[[int], int] = int,
 ) -> float:
     """What the peak rate is multiplied by in a step: the schedule's factor, times the stage's `rate` and warm-up.
 
-    `factor(schedule, step, steps)` is the trainer's. A stage's own schedule counts its steps from the growth.
+    `factor(schedule, step, steps)` is the trainer's. A stage's own schedule counts from the growth. `before(step)` is
+    the compute before a step, by which a schedule goes that counts compute.
 
     >>> stages = [GrowthStage(at={"step": 10}, ffn_tokens=20, rate=0.5, warmup=4)]
     >>> constant = lambda schedule, step, steps: 1.0
@@ -114,4 +117,16 @@ def rate(
         if stage.schedule is not None:
             schedule, start = stage.schedule, at
         scale = stage.rate * (min(1.0, (step - at) / stage.warmup) if stage.warmup else 1.0)
+    if schedule.count == "compute":
+        start, step, steps = before(start), before(step), before(steps)
     return scale * factor(schedule, step - start, steps - start)
+
+
+def spent(costs: Sequence[int], growths: Sequence[int], step: int) -> int:
+    """Return the compute before a step: a step of model i costs `costs[i]`, growth i comes before step `growths[i]`.
+
+    >>> [spent([1, 3], [10], step) for step in (5, 10, 12)]
+    [5, 10, 16]
+    """
+    edges = [0, *(min(at, step) for at in growths), step]
+    return sum(cost * (end - begin) for cost, (begin, end) in zip(costs, itertools.pairwise(edges), strict=True))

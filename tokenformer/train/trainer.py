@@ -22,12 +22,14 @@ from tokenformer.config import Config
 from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError, out_of_memory
 from tokenformer.files import write_text
-from tokenformer.growth.stages import Progress, chain, check_reached, due
+from tokenformer.growth import progressive
+from tokenformer.growth.stages import Progress, chain, check_reached, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
 from tokenformer.hub.run_folder import Found, all_steps, find_newest
 from tokenformer.models import build as build_model
+from tokenformer.models.cost import sample_flops
 from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
@@ -116,7 +118,7 @@ class Trainer:
         self.model.history = history
         shares = {}
         if done:
-            shares = growing.after_growth(self.layout, self.build_model, self.chain[done - 1], c.growth[done - 1])
+            shares = growing.after_growth(self.layout, self.build_model, self.chain[done - 1], self.stages[done - 1])
         self.optimizer = Optimizer(self.layout, c.optimizer, shares)
         self.average = Average(c.train.ema, self.layout) if c.train.ema else None
         self.guard, self.spikes = Guard(c.train, self.device), Spikes(c.train.spike)
@@ -129,6 +131,9 @@ class Trainer:
     def inspect_run(self) -> None:
         """Find what the folder holds and which models the run passes through; check that they can be trained here."""
         self.place = Place(self.config.parallel)
+        small_first = not isinstance(self.config.growth, list)
+        self.config, self.stages = progressive.resolve(self.config)
+        self.said = progressive.describe(self.config) if small_first else []
         before = earlier(self.folder, self.resuming)
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
@@ -136,7 +141,8 @@ class Trainer:
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen, self.found = all_steps(self.folder), Found(None, [], [])
         self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
-        self.chain, self.grown = chain(self.config.model, self.config.growth), Progress()
+        self.chain, self.grown = chain(self.config.model, self.stages), Progress()
+        self.costs = [sample_flops(model) for model in self.chain]
         if before is not None:  # the first rank reads every byte, and the others use the checkpoint that it found
             self.place.start(self.device)
             self.found = self.place.run_on_first(lambda: find_newest(self.folder))
@@ -159,10 +165,10 @@ class Trainer:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})
-        for name in {name for stage in self.config.growth for name in stage.at} - {"step", "plateau", "patience"}:
+        for name in {name for stage in self.stages for name in stage.at} - {"step", "plateau", "patience"}:
             if name != self.task.unit:
                 raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
-        check_reached(self.config.growth, self.grown, self.config.steps, self.task.units_per_step)
+        check_reached(self.stages, self.grown, self.config.steps, self.task.units_per_step)
 
     def lock_folder(self, held: contextlib.ExitStack) -> None:
         """Lock the folder, and clear its checkpoints of those that are not whole."""
@@ -215,7 +221,8 @@ class Trainer:
             say(f"blocks are compiled by {self.compiler} in the first step (train.compile=none turns it off)")
         if self.found.path is not None:
             say(f"going on from step {self.step} ({self.found.path})")
-        for line in (*self.found.notes, *self.notes, *(f"changed since the last start: {c}" for c in self.changes)):
+        changed = [f"changed since the last start: {change}" for change in self.changes]
+        for line in (*self.said, *self.found.notes, *self.notes, *changed):
             say(line)
 
     # loop: micro-batches → gradients → (clip, check) → optimizer → schedule → maybe {log, validate, save}
@@ -228,7 +235,7 @@ class Trainer:
         if self.step == 0 and 0 in c.checkpoint.also:
             self.save()
         while self.step < c.steps and not self.stopping():
-            while stage := due(c.growth, self.grown, self.step, self.task.units_per_step):
+            while stage := due(self.stages, self.grown, self.step, self.task.units_per_step):
                 self.grow(stage)
             if self.step in window and trace is None:
                 trace = profiler(self.folder, self.report.say)
@@ -278,7 +285,12 @@ class Trainer:
 
     def rate(self, step: int) -> float:
         c = self.config
-        return c.optimizer.rate * rate_factor(c.growth, self.grown, step, c.steps, c.schedule, factor)
+
+        def before(step: int) -> int:
+            to_come = [step_of(stage, self.task.units_per_step) for stage in self.stages[len(self.grown.steps) :]]
+            return spent(self.costs, [*self.grown.steps, *to_come], step)
+
+        return c.optimizer.rate * rate_factor(self.stages, self.grown, step, c.steps, c.schedule, factor, before)
 
     def grow(self, stage: GrowthStage) -> None:
         """Grow the model and its optimizer. The state before is saved, and a rerun from there gives the same bits."""
