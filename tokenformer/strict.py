@@ -197,13 +197,8 @@ def to_dict(config: Any) -> dict:
 
     def plain(value: Any, inside_list: bool = False) -> Any:
         if dataclasses.is_dataclass(value):
-<<<<<<< HEAD
             pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value) if not foreign(f, value)]
-            value = {f.name: v for f, v in pairs if not (f.metadata["quiet"] and v == f.default)}
-=======
-            pairs = [(f, getattr(value, f.name)) for f in dataclasses.fields(value)]
             value = {f.name.rstrip("_"): v for f, v in pairs if not (f.metadata["quiet"] and v == f.default)}
->>>>>>> progressive
         if isinstance(value, dict):
             items = {k: plain(v) for k, v in value.items()}
             return items if inside_list else {k: v for k, v in items.items() if v is not None and v != {}}

@@ -18,15 +18,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-<<<<<<< HEAD
-    config = model_config(args.source)
+    config, growing = model_config(args.source)
     if args.context and config.of == "image":
         raise UserError("--context is for language models: an image is as long as its size says, so leave it out")
     lengths = [parse_length(text) for text in args.context.split(",")] if args.context else [config.length]
-=======
-    config, growing = model_config(args.source)
-    lengths = [parse_length(text) for text in args.context.split(",")] if args.context else [config.context]
->>>>>>> progressive
     show(config)
     for line in growing:
         print(line)

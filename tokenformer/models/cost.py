@@ -97,19 +97,18 @@ def blocks(config: ModelConfig) -> Cost:
     )
 
 
-<<<<<<< HEAD
 def _image_rows(config: ModelConfig) -> int:
     """Rows of the stream's width outside the blocks: patch embedding and its bias, positions, class token, head."""
     c = config
     learned = c.length if c.positions == "learned" else 0
     return c.channels * c.patch**2 + 1 + learned + (c.pool == "class") + c.classes
-=======
+
+
 def sample_flops(config: ModelConfig) -> int:
-    """Training FLOPs of a sample as long as the context; of several trunks those of their blocks, each at its own."""
+    """Training FLOPs of a sample of full length; of several trunks those of their blocks, each at its own."""
     if config.trunks:
-        return sum(trunk.context * blocks(trunk).training_flops(trunk.context) for trunk in config.trunks.values())
-    return config.context * cost(config).training_flops(config.context)
->>>>>>> progressive
+        return sum(trunk.length * blocks(trunk).training_flops(trunk.length) for trunk in config.trunks.values())
+    return config.length * cost(config).training_flops(config.length)
 
 
 def equal_transformer(config: ModelConfig) -> ModelConfig:
