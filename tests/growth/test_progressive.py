@@ -14,7 +14,7 @@ from tokenformer.config import PROJECTIONS, Config, ModelConfig, load, to_yaml
 from tokenformer.config_train import ScheduleConfig
 from tokenformer.growth.progressive import describe, resolve
 from tokenformer.growth.stages import Progress, chain, rate, spent
-from tokenformer.models.cost import sample_flops
+from tokenformer.models.cost import training_flops_per_sample
 from tokenformer.strict import build
 from tokenformer.train.schedule import factor
 
@@ -66,8 +66,8 @@ def test_the_budget_is_spent_to_a_step_and_sizes_end_at_the_final_model(model, s
         assert "too few" in str(error) or "would change nothing" in str(error)
         return
     passed = chain(resolved.model, stages)
-    costs, when = [sample_flops(m) for m in passed], growth_steps(resolved)
-    limit, one = budget * steps * sample_flops(whole.model), costs[-1]
+    costs, when = [training_flops_per_sample(m) for m in passed], growth_steps(resolved)
+    limit, one = budget * steps * training_flops_per_sample(whole.model), costs[-1]
     total = spent(costs, when, resolved.steps)
     assert total <= limit * (1 + 1e-12) and limit - total < one * (1 + 1e-9)
     assert totals(passed[-1]) == totals(whole.model) and totals(passed[0]) != totals(whole.model)
@@ -105,7 +105,7 @@ def test_every_way_to_ask_for_it():
 def test_steps_of_the_schedule_keep_their_number_and_shares_their_share():
     schedule = {"kind": "wsd", "warmup": 20, "decay": 30, "floor": 0.0}
     resolved, stages = resolve(config(schedule=schedule))
-    costs, when = [sample_flops(m) for m in chain(resolved.model, stages)], growth_steps(resolved)
+    costs, when = [training_flops_per_sample(m) for m in chain(resolved.model, stages)], growth_steps(resolved)
 
     def at(step: int) -> float:
         return rate(stages, Progress(), step, resolved.steps, resolved.schedule, factor, before)
@@ -146,7 +146,7 @@ def test_the_rate_by_compute_is_continuous_at_growth_and_ends_at_zero(costs, kin
 def test_a_growth_at_a_share_of_the_compute_comes_at_its_step():
     listed = [{"at": {"compute": 0.25}, "qkv_tokens": 200}, {"at": {"compute": 0.5}, "ffn_tokens": 800}]
     resolved, stages = resolve(config(listed))
-    costs, when = [sample_flops(m) for m in chain(resolved.model, stages)], growth_steps(resolved)
+    costs, when = [training_flops_per_sample(m) for m in chain(resolved.model, stages)], growth_steps(resolved)
     total = spent(costs, when, 200)
     assert [spent(costs, when, step) / total for step in when] == pytest.approx([0.25, 0.5], abs=costs[-1] / total)
     assert resolved.steps == 200 and resolved.model == config(listed).model

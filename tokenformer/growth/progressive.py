@@ -12,7 +12,7 @@ from fractions import Fraction
 from tokenformer.config import PROJECTIONS, Config, ModelConfig
 from tokenformer.config_growth import GrowthStage, Progressive
 from tokenformer.growth.stages import chain, spent
-from tokenformer.models.cost import cost, sample_flops
+from tokenformer.models.cost import cost, training_flops_per_sample
 from tokenformer.strict import need
 
 # Growths on the way → share of the final tokens to begin with, share of the compute before each growth: the best arm of
@@ -55,7 +55,7 @@ def describe(config: Config) -> list[str]:
     seen = [models[sum(stage.at["step"] <= start for stage in stages)] for start in starts]
     lengths = [end - begin for begin, end in itertools.pairwise([*starts, config.steps])]
     legs = [f"{_size(model)} for {steps:,} steps" for model, steps in zip(seen, lengths, strict=True)]
-    costs = [sample_flops(model) for model in seen]
+    costs = [training_flops_per_sample(model) for model in seen]
     total = spent(costs, starts[1:], config.steps)
     flops = f"{total * config.batch:.3g} FLOPs, " if config.batch else ""
     scratch = f"{flops}those of {total / costs[-1]:,.1f} steps of the final model from scratch"
@@ -81,7 +81,7 @@ def _with_steps(config: Config, stages: list[GrowthStage]) -> Config:
     )
     shares = [0.0, *(stage.at["compute"] for stage in stages), 1.0]
     need(sorted(shares) == shares, f"growth comes after {shares[1:-1]} of the compute: sort the stages")
-    costs = [sample_flops(model) for model in chain(config.model, stages)]
+    costs = [training_flops_per_sample(model) for model in chain(config.model, stages)]
     lengths = [(b - a) / cost for (a, b), cost in zip(itertools.pairwise(shares), costs, strict=True)]
     ends = [round(config.steps * done / sum(lengths)) for done in itertools.accumulate(lengths)]
     found = [dataclasses.replace(s, at={"step": float(max(1, end))}) for s, end in zip(stages, ends, strict=False)]
@@ -102,7 +102,7 @@ def _begun_small(config: Config, asked: Progressive) -> Config:
     )
     first, at = RECIPES.get(hops, (1.0, []))
     models = [_share_of(final, asked.from_ or first, 1 - hop / hops) for hop in range(hops + 1)]
-    costs = [sample_flops(model) for model in models]
+    costs = [training_flops_per_sample(model) for model in models]
     total = math.floor(Fraction(asked.budget) * config.steps * costs[-1])
     done, starts = 0, [0]
     for share, one in zip(asked.at or at, costs, strict=False):

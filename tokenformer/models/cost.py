@@ -104,11 +104,11 @@ def _image_rows(config: ModelConfig) -> int:
     return c.channels * c.patch**2 + 1 + learned + (c.pool == "class") + c.classes
 
 
-def sample_flops(config: ModelConfig) -> int:
+def training_flops_per_sample(config: ModelConfig) -> int:
     """Training FLOPs of a sample of full length; of several trunks those of their blocks, each at its own."""
     if config.trunks:
-        return sum(trunk.length * blocks(trunk).training_flops(trunk.length) for trunk in config.trunks.values())
-    return config.length * cost(config).training_flops(config.length)
+        return sum(3 * blocks(trunk).sample_flops(trunk.length) for trunk in config.trunks.values())
+    return 3 * cost(config).sample_flops(config.length)
 
 
 def equal_transformer(config: ModelConfig) -> ModelConfig:

@@ -29,7 +29,7 @@ from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
 from tokenformer.hub.run_folder import Found, all_steps, find_newest
 from tokenformer.models import build as build_model
-from tokenformer.models.cost import sample_flops
+from tokenformer.models.cost import training_flops_per_sample
 from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
@@ -142,7 +142,7 @@ class Trainer:
         self.seen, self.found = all_steps(self.folder), Found(None, [], [])
         self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
         self.chain, self.grown = chain(self.config.model, self.stages), Progress()
-        self.costs = [sample_flops(model) for model in self.chain]
+        self.costs = [training_flops_per_sample(model) for model in self.chain]
         if before is not None:  # the first rank reads every byte, and the others use the checkpoint that it found
             self.place.start(self.device)
             self.found = self.place.run_on_first(lambda: find_newest(self.folder))
