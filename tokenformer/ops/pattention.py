@@ -33,8 +33,8 @@ def _identity(score_TN: Tensor) -> Tensor:
 class Theta(NamedTuple):
     """Θ(a) = after(before(a) · τ^2p / (Σ mass(before(a)))^p), p being `power`, the sum over a segment's tokens.
 
-    To add one: a row of THETAS and its name in `theta` of config.py. The reference computes it everywhere, until there is
-    a branch for it in kernels/pattention.py and `kernels` is True.
+    To add one: a row of THETAS and its name in `theta` of config.py. The reference computes it everywhere, until it has
+    a branch in kernels/pattention.py and `kernels` is True.
     """
 
     before: Callable[[Tensor], Tensor]
