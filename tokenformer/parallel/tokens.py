@@ -159,22 +159,12 @@ def partial_group(x_TD: Tensor, members: Sequence[Segments], theta: str, team: T
     return outputs
 
 
-def refuse_hooks(layers: Sequence[Pattention]) -> None:
-    guard_hooks()
-    if any(hooked(module) for layer in layers for module in (layer, *layer.segments)):
-        raise UserError(
-            "a projection carries a hook or an adapter, which under parallel.token would see one rank's slice of it "
-            "or nothing: take it off, or set parallel.token=1 (parallel.shard splits the weights too)"
-        )
-
-
 class TokenPattention(Pattention):
     team: Team
     of_heads: bool  # the input is split by heads
 
     def forward(self, x: Tensor, mask: Tensor | None = None, switches: Any = None) -> Tensor:
         assert mask is None and switches is None, "masks and switches are for one process"
-        refuse_hooks([self])
         team = self.team
         whole = gathered(x, team) if self.of_heads else copied(x, team)
         (own,) = partial_group(whole, [self.parts(x.dtype)], self.theta, team)
@@ -201,7 +191,12 @@ class TokenAttention(Attention):
         tokens = [layer for layer in layers if isinstance(layer, Pattention)]
         if not tokens:
             return project(x, layers)
-        refuse_hooks(tokens)
+        guard_hooks()
+        if any(map(hooked, tokens)):
+            raise UserError(
+                "a query, key or value projection carries a hook or an adapter, which under parallel.token is never "
+                "called: take it off, or set parallel.token=1 (parallel.shard splits the weights too)"
+            )
         outputs = partial_group(x, [layer.parts(x.dtype) for layer in tokens], tokens[0].theta, team)
         by_rank = [output.unflatten(-1, (team.ranks, -1)) for output in outputs]
         mine = scattered(torch.cat(by_rank, dim=-1).flatten(-2), team)
