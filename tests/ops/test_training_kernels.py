@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,12 +73,11 @@ def test_on_a_cpu_the_reference_runs_and_kernels_are_refused_in_a_sentence(monke
 def test_a_gpu_older_than_the_kernels_were_tried_on_gets_the_reference(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    asked = ("auto", "cuda", 1, torch.bfloat16, False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    assert ops._choose.__wrapped__(*asked) == "triton"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    with pytest.warns(UserWarning, match="GPU 1 is older"):
-        assert ops._choose.__wrapped__(*asked) == "reference"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {98: (8, 0), 99: (7, 5)}.get)
+    new, old = (SimpleNamespace(device=torch.device("cuda", index), dtype=torch.bfloat16) for index in (98, 99))
+    assert backend(new) == "triton"
+    with pytest.warns(UserWarning, match="GPU 99 is older"):
+        assert backend(old) == "reference"
 
 
 def test_a_backend_that_does_not_exist_is_refused(monkeypatch):
