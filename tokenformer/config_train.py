@@ -20,7 +20,7 @@ class OptimizerConfig(Section, section="optimizer"):
     rate: float = key("peak learning rate, for AdamW and for Muon (matched in RMS)", 2e-3, above=0, below=1)
     betas: list[float] = key("AdamW's two decay rates", make=lambda: [0.9, 0.95], least=0, below=1)
     eps: float = key("AdamW's epsilon", 1e-8, least=0, below=1)
-    weight_decay: float = key("decoupled, on everything but norms", 0.1, least=0)
+    weight_decay: float = key("decoupled; not on norms, biases, learned positions and single numbers", 0.1, least=0)
     momentum: float = key("Muon's momentum (Nesterov)", 0.95, least=0, below=1)
     orthogonal_steps: int = key("Muon's Newton–Schulz steps", 5, above=0, below=100)
     layer_decay: float = key(

@@ -31,7 +31,7 @@ UNEVEN = {"layer_overrides": {1: LayerOverride(ffn_tokens=[100, 65])}}
 
 
 def model_of(shape: str, **keys) -> LanguageModel:
-    return make(dim=64, heads=4, vocab=96, context=64, **{**SHAPES[shape], **keys})
+    return make(**{"dim": 64, "heads": 4, "vocab": 96, "context": 64, **SHAPES[shape], **keys})
 
 
 def prefilled(packed: Packed, prompts: list[list[int]]) -> StaticCache:

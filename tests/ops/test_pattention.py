@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tokenformer.config import ModelConfig
+from tokenformer.errors import UserError
 from tokenformer.ops import pattention as ops
 from tokenformer.ops.pattention import pattention, pattention_group
 
@@ -214,3 +215,11 @@ def test_an_unknown_theta_is_refused():
 
 def test_the_config_and_the_table_know_the_same_thetas():
     assert get_args(get_type_hints(ModelConfig)["theta"]) == tuple(ops.THETAS) == THETAS
+
+
+def test_kernels_are_refused_for_a_theta_that_they_do_not_know(monkeypatch):
+    monkeypatch.setitem(ops.THETAS, "l2_norm_relu", ops.Theta(ops._identity, torch.square, 0.5, torch.relu))
+    x_TD, segments = torch.tensor([3.0, -4.0]), [(torch.eye(2), torch.eye(2), 5.0)]
+    assert pattention(x_TD, segments, theta="l2_norm_relu").tolist() == [3.0, 0.0]
+    with pytest.raises(UserError, match="there are none for l2_norm_relu"):
+        pattention(x_TD, segments, theta="l2_norm_relu", choice="triton")

@@ -74,10 +74,10 @@ def test_a_gpu_older_than_the_kernels_were_tried_on_gets_the_reference(monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     asked = ("auto", "cuda", 1, torch.bfloat16, False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    assert ops._look.__wrapped__(*asked) == "triton"
+    assert ops._choose.__wrapped__(*asked) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     with pytest.warns(UserWarning, match="GPU 1 is older"):
-        assert ops._look.__wrapped__(*asked) == "reference"
+        assert ops._choose.__wrapped__(*asked) == "reference"
 
 
 def test_a_backend_that_does_not_exist_is_refused(monkeypatch):

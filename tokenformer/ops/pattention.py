@@ -31,12 +31,17 @@ def _identity(score_TN: Tensor) -> Tensor:
 
 
 class Theta(NamedTuple):
-    """Θ(a) = after(before(a) · τ^2p / (Σ mass(before(a)))^p), p being `power`, the sum over a segment's tokens."""
+    """Θ(a) = after(before(a) · τ^2p / (Σ mass(before(a)))^p), p being `power`, the sum over a segment's tokens.
+
+    To add one: a row of THETAS and its name in `theta` of config.py. The reference computes it everywhere, until it has
+    a branch in kernels/pattention.py and `kernels` is True.
+    """
 
     before: Callable[[Tensor], Tensor]
     mass: Callable[[Tensor], Tensor]
     power: float
     after: Callable[[Tensor], Tensor]
+    kernels: bool = False
 
     @property
     def scale_free(self) -> bool:
@@ -45,10 +50,10 @@ class Theta(NamedTuple):
 
 
 THETAS = {
-    "l2_norm_gelu": Theta(_identity, torch.square, 0.5, F.gelu),
-    "gelu_l2_norm": Theta(F.gelu, torch.square, 0.5, _identity),
-    "softmax": Theta(torch.exp, _identity, 1.0, _identity),  # computed with logarithms: exponentials overflow
-    "l1_norm_gelu": Theta(_identity, torch.abs, 1.0, F.gelu),
+    "l2_norm_gelu": Theta(_identity, torch.square, 0.5, F.gelu, kernels=True),
+    "gelu_l2_norm": Theta(F.gelu, torch.square, 0.5, _identity, kernels=True),
+    "softmax": Theta(torch.exp, _identity, 1.0, _identity, kernels=True),  # by logarithms: exponentials overflow
+    "l1_norm_gelu": Theta(_identity, torch.abs, 1.0, F.gelu, kernels=True),
 }
 
 
@@ -82,7 +87,7 @@ def pattention_group(
     `choice`: auto, reference or triton (see `backend`).
     """
     masked = masks is not None and any(mask is not None for mask in masks)
-    if backend(x_TD, choice, masked) == "triton":
+    if backend(x_TD, choice, masked, theta) == "triton":
         return fused(x_TD, members, theta)
     keys = [key_ND for segments in members for key_ND, _, _ in segments]
     scores = iter((x_TD @ (keys[0] if len(keys) == 1 else torch.cat(keys)).T).split([len(k) for k in keys], dim=-1))
@@ -142,29 +147,31 @@ def _divide(scale: float, total_T1: Tensor, power: float) -> Tensor:
     return torch.where(zero, 0, scale * torch.where(zero, 1, total_T1).pow(-power))
 
 
-def backend(x: Tensor, choice: str | None = None, masked: bool = False) -> str:
+def backend(x: Tensor, choice: str | None = None, masked: bool = False, theta: str = "l2_norm_gelu") -> str:
     """The backend for x: "triton" where the kernels can run, else "reference". `choice`, or the environment variable
     TOKENFORMER_PATTENTION, forces one of them.
     """
     choice = choice or CHOICE
     if choice == "reference" or (choice == "auto" and (x.device.type == "cpu" or masked)):
         return "reference"
-    return _constant(choice, x.device.type, x.device.index, x.dtype, masked)
+    return _constant(choice, x.device.type, x.device.index, x.dtype, masked, theta)
 
 
 @torch.compiler.assume_constant_result
-def _constant(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool) -> str:
-    return _choose(choice, device, index, dtype, masked)
+def _constant(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool, theta: str) -> str:
+    return _choose(choice, device, index, dtype, masked, theta)
 
 
 @functools.cache
-def _choose(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool) -> str:
+def _choose(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool, theta: str) -> str:
     """Choose the backend. Warns once where a GPU gets no kernels; refuses kernels that cannot run."""
     if choice not in BACKENDS:
         raise UserError(f"TOKENFORMER_PATTENTION or choice is '{choice}': give one of {', '.join(BACKENDS)}")
     reason = "masks are computed by the reference" if masked else ""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reason = f"there are none for {dtype}"
+    elif not _lookup(theta).kernels:
+        reason = f"there are none for {theta}"
     elif device == "cuda" and torch.cuda.get_device_capability(index) < (8, 0):
         reason = f"{torch.cuda.get_device_name(index)} is older than they were tried on (compute capability 8.0)"
     elif not _has_kernels():

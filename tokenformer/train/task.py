@@ -1,7 +1,8 @@
 """What turns a batch into a loss: the contract between the trainer and a task, and what all tasks share.
 
 A task knows no layout, precision or compiler: it is given a model and calls it. The simplest one opens its data in
-`__init__` and implements `loss`; language.py is the task of language models.
+`__init__` and implements `loss`; language.py is the task of language models. Our own tasks are named in `TASKS`
+of trainer.py; any other one is given to the trainer: `Trainer(…, task=MyTask)`.
 """
 
 from collections.abc import Iterator, Mapping

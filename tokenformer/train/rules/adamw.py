@@ -1,4 +1,4 @@
-"""AdamW, PyTorch's own, fused. Decay follows from a parameter's role: norms and single numbers have none.
+"""AdamW, PyTorch's own, fused. `Role.decays` of models/names.py says which parameters decay.
 
 Unusual: the divisor and the skip flag stay on the device, where the fused kernels read them.
 """
