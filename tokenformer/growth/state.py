@@ -1,4 +1,5 @@
-"""What happens to an optimizer's state at a growth: old rows keep theirs, new rows begin at zero, new parameters fresh.
+"""What happens to an optimizer's state at a growth: old rows keep theirs, new rows begin at zero, new parameters have
+none yet, and parameters of stacked blocks take a copy.
 
 Unusual: new rows do not copy the second moment of old ones. Their gradients scale with values that are still near zero,
 so with a copied second moment they would hardly move (docs/growth.md has the figures).

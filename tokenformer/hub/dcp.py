@@ -1,5 +1,8 @@
 """Tensors by name ↔ a folder of DCP's safetensors files, written and read with or without a process group.
 
+Each rank writes its part under the tensor's full name and place, and a reader asks for any part of the whole: saved on
+8 ranks, loaded on 1.
+
 Unusual: a shard file holds slices under a tensor's full name, so no plain safetensors reader may touch these folders.
 """
 

@@ -33,8 +33,9 @@ def _identity(score_TN: Tensor) -> Tensor:
 class Theta(NamedTuple):
     """Θ(a) = after(before(a) · τ^2p / (Σ mass(before(a)))^p), p being `power`, the sum over a segment's tokens.
 
-    To add one: a row of THETAS and its name in `theta` of config.py. The reference computes it everywhere, until it has
-    a branch in kernels/pattention.py and `kernels` is True.
+    To add one: a row of THETAS, its name in `theta` of config.py, and which growth is exact for it (`check_rule` of
+    growth/tokens.py). The reference computes it everywhere, until kernels/pattention.py has a branch for it and
+    `kernels` is True.
     """
 
     before: Callable[[Tensor], Tensor]

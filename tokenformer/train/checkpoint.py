@@ -1,5 +1,6 @@
 """What a run keeps to resume: `checkpoints/step-00000040/` with model/, optim/, state.json and, written last, the
 manifest. A checkpoint is written to a hidden folder and renamed when it is complete; `last` names the newest one.
+`Trainer.resume` calls the functions that read one.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """The optimizer of a run: every parameter is updated by the first rule of the recipe that wants its role.
 
-To add an optimizer, write rules/NAME.py with the methods of `Rule` and name it in `RECIPES` and in `optimizer.kind`.
+To add an optimizer, write rules/NAME.py with the methods of `Rule` and name it in `RECIPES` and in
+`optimizer.kind` (config_train.py).
 Unusual: a step takes a divisor for the gradients (loss scale, normaliser and clipping in one) and a skip flag, both on
 the device, so that nothing waits for it. State is known by name.
 """
