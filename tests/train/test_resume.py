@@ -44,6 +44,7 @@ def test_background_checkpoints_hold_the_step_they_were_asked_for(tiny, tmp_path
     whole = straight(tiny(f"optimizer.kind={optimizer}"), tmp_path / "whole")
     parts = resumed(tiny(*recipe, "steps=17"), tiny(*recipe), tmp_path / "parts")
     assert same(whole, parts)
+    assert "done after step 40; its state is in" in (tmp_path / "parts" / "log").read_text()  # the last was waited for
     short = straight(tiny(f"optimizer.kind={optimizer}", "steps=9"), tmp_path / "short")
     shutil.copytree(
         tmp_path / "parts" / "checkpoints" / "step-00000009", tmp_path / "at9" / "checkpoints" / "step-00000009"

@@ -312,6 +312,8 @@ def test_a_profiled_window_leaves_a_trace(tiny, tmp_path):
     assert any(
         "addmm" in str(event.get("name")) or "aten::" in str(event.get("name")) for event in trace["traceEvents"]
     )
+    train(tiny("steps=2"), tmp_path / "other")
+    assert not (tmp_path / "other" / "trace.json").exists()
 
 
 def test_spikes_are_logged(tiny, tmp_path):

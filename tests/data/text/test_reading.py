@@ -246,3 +246,8 @@ def test_a_run_without_a_place_to_cut_is_refused_or_skipped(tmp_path):
     with pytest.raises(UserError, match=r"a\.txt has 1,048,576 characters without"):
         documents(tmp_path / "a.txt")
     assert documents(tmp_path / "a.txt", on_error="skip") == ["[skipped]"]
+    (tmp_path / "b.txt").write_text("one@@" + "z" * 1_500_000)
+    for name, how, said in (("a.txt", {}, "a.txt has"), ("b.txt", {"separator": "@@"}, "b.txt, document 2, has")):
+        [source] = find_inputs([tmp_path / name])
+        *_, unit = read_units(source, Reading(on_error="skip", **how), NEOX.cuts)
+        assert unit.left_out and f"{said} 1,048,576 characters" in unit.text
