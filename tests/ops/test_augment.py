@@ -8,6 +8,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from tests.data.images import pictures as p
+from tests.parallel.workers import default_dtype
 from tokenformer.config_data import DRAWS, IGNORED, OPERATIONS, ImagesConfig
 from tokenformer.data.images.drawing import draw, generator
 from tokenformer.ops import augment as a
@@ -181,3 +182,11 @@ def test_smoothing_and_rows_without_an_image():
         and not targets.any()
         and math.isclose(x[0, 0, 0, 0].item(), -0.485 / 0.229, rel_tol=1e-5)
     )
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_randaugment_gives_the_same_bytes_under_another_default_type(name):
+    x, number = tensor(p.picture(3), p.picture(4)), np.full(2, OPERATIONS.index(name))
+    expected = a.randaugment(x, number, np.array([7.0, -4.0]), FILL)
+    with default_dtype("float64"):
+        assert torch.equal(a.randaugment(x, number, np.array([7.0, -4.0]), FILL), expected)

@@ -1,6 +1,7 @@
 """Classification on the icons of examples/: learned, killed, resumed, grown, averaged, sharded, fine-tuned."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from tokenformer.errors import UserError
 from tokenformer.hub.dcp import read_tensors
 from tokenformer.hub.open import open_model
 from tokenformer.hub.run_folder import newest_whole
+from tokenformer.models import build
 from tokenformer.models.image import resized
+from tokenformer.parallel.mesh import Place
 from tokenformer.train.classify import ClassifyTask
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
@@ -224,3 +227,33 @@ def test_what_is_refused(file, tmp_path):
         with pytest.raises(UserError, match=said):
             train(file, tmp_path / "run", *settings)
     assert not (tmp_path / "run").exists()
+
+
+def test_damaged_images_are_counted_in_training_and_validation(file, tmp_path, capsys):
+    shutil.copytree(ICONS, tmp_path / "icons")
+    broken = [
+        *sorted((tmp_path / "icons/train").rglob("*.png"))[::3],
+        *sorted((tmp_path / "icons/val").rglob("*"))[1:4],
+    ]
+    for path in broken:
+        path.write_bytes(b"no image")
+    settings = [f"data.path={tmp_path / 'icons'}", "data.images={damaged: skip}", "steps=15", "log.every=5"]
+    train(file, tmp_path / "run", *settings, "validation={every: 0, samples: 40}")
+    rows = read_rows(tmp_path / "run")
+    assert sum(row["damaged"] for row in rows if row["kind"] == "train") == 40  # of the 120 of one epoch
+    assert [row["damaged"] for row in rows if row["kind"] == "validation"] == [3]
+    assert "damaged images" in capsys.readouterr().out
+
+
+def test_drop_path_fits_a_last_micro_batch_that_is_not_full(file):
+    """A task that is used without a trainer may have such a batch: ten images in micro-batches of four."""
+    gradients = []
+    for micro in (10, 4):
+        config = load(file, overrides=["data.images={flip: 0.0}", "batch=10", f"micro_batch={micro}"])
+        task = ClassifyTask(config, Place(config.parallel), torch.device("cpu"))
+        model = build(config.model)
+        _, count = task.gradients(model, iter(task.loader), torch.tensor(0.1))
+        assert count == 10
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)

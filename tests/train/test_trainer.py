@@ -271,9 +271,16 @@ def test_micro_batches_that_a_pipeline_cannot_share_are_refused(tiny):
 
 
 def test_a_language_model_refuses_the_keys_of_images(tiny, tmp_path):
-    with pytest.raises(UserError, match=r"data.images is for image models"):
-        Trainer(tiny("data.images.flip=0.1"), tmp_path / "run").run()
+    for key in ("data.images.flip", "train.drop_path"):
+        with pytest.raises(UserError, match=rf"{key.removesuffix('.flip')} is .*for image models"):
+            Trainer(tiny(f"{key}=0.1"), tmp_path / "run").run()
     assert not (tmp_path / "run").exists()
+
+
+def test_an_average_over_a_pipeline_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"train.ema is 0.9 and parallel.pipeline 2, but .* leave one of them out"):
+        Trainer(tiny("train.ema=0.9", "parallel.pipeline=2", "micro_batch=2"), tmp_path / "run").inspect_run()
 
 
 def test_changes_that_may_be_made_are_said(tiny, tmp_path, capsys):

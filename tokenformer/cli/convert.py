@@ -34,7 +34,11 @@ def run(args: argparse.Namespace) -> None:
     model = merged(opened, args) if args.merge_segments else opened.model
     text = opened.tokenizer_json
     hub.save(model, args.out, format=args.to, tokenizer_json=text, force=args.force)
-    note = "" if text else "; no tokenizer was found beside the weights: add one with --tokenizer"
+    note = (
+        ""
+        if text or opened.config.of != "language"
+        else "; no tokenizer was found beside the weights: add one with --tokenizer"
+    )
     print(f"{args.out}: {model.cost().parameters:,} parameters, {args.to} format{note}")
 
 

@@ -1,29 +1,42 @@
-"""Measure a model: perplexity of texts and prepared sets, the six zero-shot tasks beside the paper's numbers.
+"""Measure a model: perplexity of texts, the six zero-shot tasks beside the paper's numbers; of images, top-1 and top-5.
 
 example: tokenformer eval my-folder --text book.txt --stride 512
          tokenformer eval runs/mine --text data/books --part validation
          tokenformer eval my-folder --tasks all --data-dir zero-shot --out results.json
          tokenformer eval Haiyang-W/TokenFormer-150M --tasks lambada_openai,piqa
+         tokenformer eval runs/icons --images examples/icons --confusion confusion.png
+         tokenformer eval vit --images imagenet/val --class-index imagenet_class_index.json
          torchrun --nproc-per-node 8 -m tokenformer eval my-folder --tasks all
 
 MODEL is a folder, a run, official weights (with their config files, if none is beside them) or a hub name. Tasks come
 through EleutherAI's harness (pip install 'tokenformer[eval]'), any of its tasks by name; with --data-dir the six of the
-paper from local files, offline, and without the harness by our own scorer (--native), which gives the same.
+paper from local files, offline, and without the harness by our own scorer (--native), which gives the same. --images
+takes what data.path takes: folders of classes, shards, Parquet, CIFAR, MNIST; a damaged image counts in no figure.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from tokenformer.errors import UserError
+
+WORST = 20  # classes in the table, where there are many
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", nargs="+", metavar="MODEL", help="weights, and official config files")
     add("--text", action="append", default=[], help="a text file or prepared set; may be given several times")
-    add("--part", choices=["train", "validation", "test"], help="of prepared sets (default: the whole)")
+    part = "of prepared sets (default: the whole) or images (default: validation, where there is one, else all)"
+    add("--part", choices=["train", "validation", "test"], help=part)
+    add("--images", metavar="PATH", help="labelled images, for an image model")
+    index = "which folder is which class: imagenet_class_index.json, or a line for each class"
+    add("--class-index", type=Path, metavar="FILE", help=index)
+    add("--confusion", type=Path, metavar="FILE", help="with --images: a PNG of which classes are taken for which")
+    add("--size", type=int, metavar="N", help="with --images: pixels of the square that the model sees")
+    add("--batch", type=int, default=64, help="with --images: how many at a time (default 64)")
     add("--field", default="text", help="of JSON lines or Parquet (default: text)")
     add("--stride", type=int, help="tokens by which the window moves (default: half of it)")
     add("--context", type=int, help="the window (default: the model's context)")
@@ -53,12 +66,19 @@ def run(args: argparse.Namespace) -> None:
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     names = list(TASKS) if names == ["all"] else names
-    for option in ("stride", "context", "limit", "batch_tokens"):
+    for option in ("stride", "context", "limit", "batch_tokens", "batch"):
         number = getattr(args, option)
         if number is not None and number < 1:
             raise UserError(f"--{option.replace('_', '-')} is {number}: give 1 or more")
+    if args.images:
+        if names or args.text:
+            raise UserError("--images is for image models, --text and --tasks for language models: give one of them")
+        return measure_images(args)
+    for option in ("class_index", "confusion", "size"):
+        if getattr(args, option) is not None:
+            raise UserError(f"--{option.replace('_', '-')} goes with --images: give them too, or leave it out")
     if not names and not args.text:
-        raise UserError("there is nothing to measure: give --tasks (all, or names) or --text")
+        raise UserError("there is nothing to measure: give --tasks (all, or names), --text or --images")
     if args.native and args.data_dir is None:
         raise UserError("--native scores local files: say with --data-dir where they are")
     if args.data_dir is not None:
@@ -96,6 +116,81 @@ def run(args: argparse.Namespace) -> None:
                 write_text(args.out, json.dumps(results, indent=1) + "\n")
                 print(args.out)
     leave()
+
+
+def measure_images(args: argparse.Namespace) -> None:
+    import dataclasses
+
+    import numpy as np
+
+    from tokenformer.data.images.stored import Some
+    from tokenformer.eval.images import answers, open_labelled, read_class_index, summary
+    from tokenformer.eval.ranks import leave, local_device, rank
+    from tokenformer.files import atomic_file, check_writable, write_text
+    from tokenformer.hub.open import open_model, split_words
+    from tokenformer.infer.images import class_names, reading
+    from tokenformer.terminal import progress
+    from tokenformer.train.plot import draw_confusion, need_matplotlib
+
+    source, configs, _ = split_words(args.source)
+    for path in (args.out, args.confusion):
+        if path:
+            check_writable(path, args.force)
+    if args.confusion:
+        need_matplotlib()
+    index = read_class_index(args.class_index) if args.class_index else None
+    opened = open_model(source, configs, device=local_device(args.device), dtype=args.dtype, weights=args.weights)
+    opened.need("image")
+    if index and len(index[0]) > opened.config.classes:
+        raise UserError(
+            f"{args.class_index} has {len(index[0]):,} classes but the model {opened.config.classes:,}: give its own"
+        )
+    model = opened.model.eval()
+    settings, size = reading(model, args.size)
+    settings, names = dataclasses.replace(settings, damaged="skip"), class_names(model)
+    if index:
+        names[: len(index[1])] = index[1]
+    images, part = open_labelled(args.images, settings, args.part, index[0] if index else model.images.get("classes"))
+    if args.limit:
+        images = Some(images, np.arange(min(args.limit, len(images))))
+    if len(images.classes) > len(names):
+        raise UserError(
+            f"{args.images} has {len(images.classes):,} classes but the model {len(names):,}: give data of these"
+        )
+    with progress(f"looking at {Path(args.images).name}", len(images), " images") as advance:
+        found = answers(model, images, settings, size, args.batch, advance)
+    if rank() == 0:
+        for answer in found:
+            if answer.damage:
+                print(
+                    f"{images.name(answer.index)} is damaged ({answer.damage}): it counts in no figure", file=sys.stderr
+                )
+        results = {"model": str(source), "parameters": model.cost().parameters, "data": args.images, "part": part}
+        results |= {"size": size, **summary(found, names)}
+        show_images(results)
+        if args.confusion:
+            with atomic_file(args.confusion) as beside:
+                draw_confusion(np.array(results["confusion"]), names, beside)
+            print(args.confusion)
+        if args.out:
+            write_text(args.out, json.dumps(results, indent=1) + "\n")
+            print(args.out)
+    leave()
+
+
+def show_images(results: dict[str, Any]) -> None:
+    from tokenformer.terminal import table
+
+    rows = [
+        [c["class"], c["images"], f"{c['top1']:.2%}", f"{c['top5']:.2%}", c["taken_for"] or "–"]
+        for c in sorted(results["classes"].values(), key=lambda c: c["top1"])
+    ]
+    more = len(rows) - WORST if len(rows) > 5 * WORST else 0
+    title = f"the {WORST} worst classes of {len(rows):,} (--out has all)" if more else None
+    table(["class", "images", "top-1", "top-5", "most often taken for"], rows[:WORST] if more else rows, title=title)
+    found = f"top-1 {results['top1']:.2%}, top-5 {results['top5']:.2%}, loss {results['loss']:.4f}"
+    damaged = f", {results['damaged']:,} damaged ones left out" if results["damaged"] else ""
+    print(f"{results['images']:,} images ({results['part']}): {found}{damaged}")
 
 
 def measure_text(model, tokenizer, text: str, how: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from tokenformer.config import Config, ModelConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+VERBS = {  # what a model of each kind is for
+    "language": "`tokenformer generate` writes with it, and `tokenformer eval --text` measures it",
+    "image": "`tokenformer predict` classifies images with it, and `tokenformer eval --images` measures it",
+}
 HUB_NAME = re.compile(r"(\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@([\w./-]+))?")  # owner/model[@revision]
 
 
@@ -167,12 +171,15 @@ class Opened:
         named = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return named, {name: tensor.dtype for name, tensor in named.items()}, self.model.history
 
+    def need(self, of: str) -> None:
+        """Refuse a model of another kind, and say what can be done with it."""
+        if self.config.of != of:
+            does = VERBS.get(self.config.of, f"give one of {of}")
+            raise UserError(f"{self.source} is a model of {self.config.of}, but one of {of} is needed here: {does}")
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        if self.config.of != "language":
-            raise UserError(
-                f"{self.source} is a model of {self.config.of}, which has no tokenizer: give one of language"
-            )
+        self.need("language")
         found = self.named or self._own_tokenizer()
         if found.vocab_size > self.config.vocab:
             raise UserError(

@@ -186,7 +186,7 @@ def _solarize_add(x: Tensor, level: np.ndarray) -> Tensor:
 def _blend(x: Tensor, plain: Tensor | float, level: np.ndarray) -> Tensor:
     """Return x moved away from `plain`, or towards it where the level is negative."""
     factor = _on(np.maximum(0.1, 1 + level * 0.09).astype(np.float32), x).view(-1, 1, 1, 1)
-    return (plain + factor * (x - plain)).clamp(0, 255).to(torch.uint8)
+    return (plain + factor * (x.float() - plain)).clamp(0, 255).to(torch.uint8)
 
 
 def _grey(x: Tensor) -> Tensor:
@@ -246,8 +246,8 @@ def _matrices(names: list[str], level: np.ndarray, height: int, width: int) -> n
 
 def _move(x: Tensor, matrices: np.ndarray, fill: list[int]) -> Tensor:
     height, width = x.shape[-2:]
-    across = torch.arange(width, device=x.device).view(1, 1, -1) + 0.5
-    down = torch.arange(height, device=x.device).view(1, -1, 1) + 0.5
+    across = torch.arange(width, device=x.device, dtype=torch.float32).view(1, 1, -1) + 0.5
+    down = torch.arange(height, device=x.device, dtype=torch.float32).view(1, -1, 1) + 0.5
     m = _on(matrices.astype(np.float32), x).view(-1, 6, 1, 1).unbind(1)
     places = [(m[i] * across + m[i + 1] * down + m[i + 2]) * (2 / size) - 1 for i, size in ((0, width), (3, height))]
     colour = torch.tensor(fill, device=x.device, dtype=torch.float32).view(3, 1, 1)

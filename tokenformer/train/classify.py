@@ -29,6 +29,7 @@ class ClassifyTask(Task):
     """Images and their classes; the loss is the cross entropy with targets that may be mixed and smoothed."""
 
     unit = "images"
+    damaged = 0  # images that could not be decoded, on this rank since the last log line
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         super().__init__(config, place, device)
@@ -58,7 +59,11 @@ class ClassifyTask(Task):
         return 3 * cost.sample_flops(self.length)
 
     def on_device(self, batch: Batch) -> dict[str, Any]:
-        """Return the fields of a micro-batch; `draws` stays on the host, where augmentation decides by it."""
+        """Return the fields of a micro-batch; `draws` stays on the host, where augmentation decides by it.
+
+        Damaged images are counted here.
+        """
+        self.damaged += int(batch.fields["damaged"].sum())
         draws = {"draws": batch.fields["draws"]} if "draws" in batch.fields else {}
         fields = {name: array for name, array in batch.fields.items() if name not in ("draws", "damaged")}
         return super().on_device(batch._replace(fields=fields)) | draws
@@ -96,14 +101,27 @@ class ClassifyTask(Task):
             return None
         rows = self.loader.positions(start, micro) - start
         stay = 1 - np.linspace(0, rate, layers)[:, None, None]
-        keys = ([self.config.seed, start, layer] for layer in range(layers))
-        drawn = np.stack([np.random.default_rng(key).random((2, self.batch))[:, rows] for key in keys])
+        drawn = np.zeros((layers, 2, self.loader.micro_batch))  # rows that hold no image stay 0
+        for layer in range(layers):
+            random = np.random.default_rng([self.config.seed, start, layer])
+            drawn[layer, :, : len(rows)] = random.random((2, self.batch))[:, rows]
         return torch.from_numpy(((drawn < stay) / stay).astype(np.float32)).to(self.device)
 
+    def logged(self) -> dict[str, int]:
+        if self.settings.damaged == "refuse":
+            return {}
+        found = self.place.sum(torch.tensor(self.damaged, device=self.device))
+        self.damaged = 0
+        return {"damaged": int(found)}
+
     def measures(self, model: Any) -> dict[str, float]:
-        """Return the loss, and the shares of held-out images whose class is the likeliest (top1), or among five."""
+        """Return the loss, and the shares of held-out images whose class is the likeliest (top1), or among five.
+
+        Where damaged images are skipped, `damaged` says how many were.
+        """
         if self.held_out is None:
             return {}
+        trained, self.damaged = self.damaged, 0
         sums = torch.zeros(4, device=self.device)
         self.held_out.samples_seen = 0
         for batch in self.held_out:
@@ -115,7 +133,10 @@ class ClassifyTask(Task):
             if batch.last:
                 break
         loss, top1, top5, count = self.place.sum(sums).tolist()
-        return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count} if count else {"loss": math.nan}
+        skipped, self.damaged = self.logged(), trained
+        if not count:
+            return {"loss": math.nan, **skipped}
+        return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count, **skipped}
 
     def files(self) -> dict[str, str]:
         s = self.settings

@@ -30,6 +30,11 @@ class LanguageTask(Task):
             raise UserError(
                 "data.images is for image models, and this is a language model: remove it, or set model.of=image"
             )
+        if c.train.drop_path:
+            raise UserError(
+                f"train.drop_path is {c.train.drop_path}, which is for image models, and this is a language model: "
+                "remove it"
+            )
         sets = open_sets(c.data, c.model.vocab)
         self.tokenizer = text_tokenizer(c.data, sets)
         load = functools.partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **self.cut)

@@ -90,16 +90,8 @@ def labels(curves: list[Curve], axis: str) -> tuple[str, str]:
 
 def draw_png(curves: list[Curve], path: str | Path, axis: str = "step", title: str = "") -> None:
     """Draw loss curves as a picture."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(
-            "drawing a PNG needs matplotlib: pip install 'tokenformer[plot]', or give --out x.html"
-        ) from None
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    need_matplotlib(", or give --out x.html")
+    figure, axes = _figure(9, 5)
     right, low, high = bounds(curves)
     for colour, curve in zip(COLOURS * len(curves), curves, strict=False):
         axes.plot(*zip(*curve.train, strict=True), color=colour, linewidth=1.1, alpha=0.55 if curve.validation else 1.0)
@@ -118,3 +110,35 @@ def draw_png(curves: list[Curve], path: str | Path, axis: str = "step", title: s
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, title="line with dots: validation" if any(c.validation for c in curves) else None)
     figure.savefig(path)
+
+
+def draw_confusion(counts: np.ndarray, names: list[str], path: str | Path) -> None:
+    """Draw which share of each class (row) was taken for which (column); up to 40 classes are named."""
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    named = len(names) <= 40
+    side = 2 + 0.35 * len(names) if named else 9
+    figure, axes = _figure(side + 1, side)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    figure.colorbar(image, shrink=0.7, label="share of the class")
+    axes.set(xlabel="the model's answer", ylabel="class")
+    if named:
+        axes.set_xticks(range(len(names)), names, rotation=90)
+        axes.set_yticks(range(len(names)), names)
+    figure.savefig(path, format="png")
+
+
+def need_matplotlib(otherwise: str = "") -> None:
+    """Refuse where matplotlib is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UserError(f"drawing a PNG needs matplotlib: pip install 'tokenformer[plot]'{otherwise}") from None
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()

@@ -249,6 +249,8 @@ def describe(step: int, steps: int, values: dict[str, Any]) -> str:
     if values["mfu"] is not None:
         parts.append(f"MFU {100 * values['mfu']:.1f} %")
     parts.append(f"{values['memory'] / 1e9:.1f} GB")
+    if values.get("damaged"):
+        parts.append(f"{values['damaged']:,} damaged {unit}")
     minutes, seconds = divmod(round(values["left"]), 60)
     hours, minutes = divmod(minutes, 60)
     parts.append((f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}") + " left")

@@ -85,6 +85,10 @@ class Task:
         """Return samples to look at, by name: text goes into the metrics, bytes become files of samples/STEP/."""
         return {}
 
+    def logged(self) -> dict[str, int]:
+        """Return what else a log line counts, since the last one and over all ranks; every rank calls this."""
+        return {}
+
     def files(self) -> dict[str, str]:
         """Return the files that belong beside the weights, by name."""
         return {}

@@ -155,6 +155,11 @@ class Trainer:
                     f"{self.found.path} holds a model that the config does not lead to by {done} growths: "
                     "resume with the config that the run was made with"
                 )
+        if self.config.train.ema and self.place.degrees.pipeline > 1:
+            raise UserError(
+                f"train.ema is {self.config.train.ema} and parallel.pipeline {self.place.degrees.pipeline}, but the "
+                "average is not kept for stages of a pipeline: leave one of them out"
+            )
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
         loggers.check(self.config)
@@ -341,6 +346,7 @@ class Trainer:
             "mfu": flops * units / taken / peak if peak and flops else None,
             "memory": memory(self.device),
             "left": (self.config.steps - self.step) * taken / len(rows),
+            **self.task.logged(),
         }
         if self.guard.scaled:
             values["loss_scale"] = rows[-1][3]

@@ -22,7 +22,7 @@ def open_folder(root: Path, classes: Sequence[str] | None = None) -> Files:
     names, sizes, labels = [], [], []
     for folder in found:
         before = len(names)
-        for name, size in _images(root, folder):
+        for name, size in images_below(root, folder):
             names.append(name)
             sizes.append(size)
         if len(names) == before:
@@ -38,13 +38,13 @@ def open_folder(root: Path, classes: Sequence[str] | None = None) -> Files:
     return Files(str(root), names, sizes, np.array(labels, np.int64), list(numbers))
 
 
-def _images(root: Path, folder: str) -> Iterator[tuple[str, int]]:
+def images_below(root: Path, folder: str) -> Iterator[tuple[str, int]]:
     """Yield name below `root` and size of the images in a folder and in the folders below it, in order of names."""
     for entry in sorted(os.scandir(root / folder), key=lambda entry: entry.name):
         name = f"{folder}/{entry.name}"
         if entry.name.startswith("."):
             continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _images(root, name)
+            yield from images_below(root, name)
         elif entry.name.lower().rpartition(".")[2] in ENDINGS and entry.is_file():
             yield name, entry.stat().st_size

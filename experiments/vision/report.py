@@ -1,0 +1,79 @@
+"""Tables and a figure of experiments/vision/arms.jsonl: top-1 on the test images, mean ± standard error over seeds.
+
+python experiments/vision/report.py [--out experiments/vision] [--figure top1.png]
+"""
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+
+
+def groups(entries: list[dict]) -> dict[str, list[dict]]:
+    """Return the test arms that differ in their seed alone, by what they are."""
+    found: dict[str, list[dict]] = {}
+    for entry in entries:
+        if entry["on"] == "test":
+            legs = " → ".join(f"×{leg['times']} for {leg['compute']:g}" for leg in entry["legs"])
+            what = "ViT" if entry["kind"] == "vit" else f"TokenFormer, {entry['theta']}"
+            found.setdefault(f"{what}, {legs}{' (anew)' if entry['restart'] else ''}", []).append(entry)
+    return found
+
+
+def summary(values: list[float]) -> tuple[float, float]:
+    """Return mean and standard error.
+
+    >>> summary([1.0, 3.0])
+    (2.0, 1.0)
+    """
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return statistics.mean(values), deviation / math.sqrt(len(values))
+
+
+def tables(entries: list[dict]) -> str:
+    lines = ["| arm | parameters | rate | seeds | top-1 on the test images | loss |", "|---|---|---|---|---|---|"]
+    for name, arms in groups(entries).items():
+        top1, loss = (summary([arm[key] for arm in arms]) for key in ("top1", "loss"))
+        figures = f"{100 * top1[0]:.2f} ± {100 * top1[1]:.2f} % | {loss[0]:.4f} ± {loss[1]:.4f}"
+        lines.append(f"| {name} | {arms[0]['parameters']:,} | {arms[0]['rate']:g} | {len(arms)} | {figures} |")
+    lines += ["", "Rates, by the loss on held-back images:", ""]
+    lines += [f"- {e['name']}: {e['loss']:.4f}, {e['top1']:.2%}" for e in entries if e["on"] != "test"]
+    moved = [e["growth"] for e in entries if e.get("growth")]
+    if moved:
+        change, same = max(m["largest_change"] for m in moved), min(m["same_predictions"] for m in moved)
+        lines += ["", f"Growth: the largest change of a logit was {change:.1e}; {same:.2%} of predictions stayed."]
+    return "\n".join(lines)
+
+
+def draw(entries: list[dict], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = groups(entries)
+    figure = Figure(figsize=(9, 1 + 0.4 * len(found)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for place, arms in enumerate(found.values()):
+        mean, error = summary([100 * arm["top1"] for arm in arms])
+        axes.errorbar(mean, place, xerr=error, fmt="o", capsize=4)
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.set(xlabel="top-1 in % on 3,000 test images of CIFAR-10 (trained on 12,000); mean and standard error")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--figure", type=Path)
+    args = parser.parse_args()
+    entries = [json.loads(line) for line in (args.out / "arms.jsonl").read_text().splitlines()]
+    print(tables(entries))
+    if args.figure:
+        draw(entries, args.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""How well an image model names the classes of images: loss, top-1, top-5, for each class, and what it confuses."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tokenformer.config_data import IGNORED, DataConfig, ImagesConfig
+from tokenformer.data.images.decode import Cropping, Damaged
+from tokenformer.data.images.opening import Part, open_images
+from tokenformer.data.images.samples import image_loader
+from tokenformer.data.images.stored import Images, Some
+from tokenformer.errors import UserError
+from tokenformer.eval.ranks import spread
+from tokenformer.infer.images import classify
+from tokenformer.parsing import parse_json, read_text
+
+IN_PROCESS = 256  # fewer images are decoded before worker processes have started
+
+
+class Answer(NamedTuple):
+    """What the model said of an image; `label` is IGNORED where it is damaged, and then `damage` says why."""
+
+    index: int
+    label: int
+    likeliest: int
+    among_five: bool
+    loss: float
+    damage: str = ""
+
+
+def read_class_index(path: Path) -> tuple[list[str], list[str]]:
+    """Return folders and names of the classes, in the order of the model's.
+
+    The file is ImageNet's JSON ({"0": ["n01440764", "tench"], …}), its lines (`n01440764 tench, Tinca tinca`), or a
+    name per line, which is then the folder too.
+    """
+    text = read_text(path)
+    if path.suffix == ".json":
+        raw = parse_json(text, str(path))
+        rows: list[Any] = [raw.get(str(number)) for number in range(len(raw))] if isinstance(raw, dict) else []
+        if not rows or not all(
+            isinstance(r, list) and len(r) == 2 and all(isinstance(w, str) for w in r) for r in rows
+        ):
+            raise UserError(f'{path} is no class index: it should look like {{"0": ["n01440764", "tench"], …}}')
+        pairs = [(folder, name) for folder, name in rows]
+    else:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        found = [re.fullmatch(r"(n\d{8})\s+(.+)", line) for line in lines]
+        pairs = [(m[1], m[2]) if m else (line, line) for m, line in zip(found, lines, strict=True)]
+    folders = [folder for folder, _ in pairs]
+    if len(set(folders)) < len(folders) or not folders:
+        raise UserError(f"{path} names {'a class twice' if folders else 'no classes'}: give one line for each class")
+    return folders, [name for _, name in pairs]
+
+
+def open_labelled(path: str, settings: ImagesConfig, part: Part | None, classes: Sequence[str]) -> tuple[Images, Part]:
+    """Open the part of an image set that was asked for; else its validation or test images, where it has some, or all.
+
+    Return the images, and which part they are.
+    """
+    data = DataConfig(path=path, images=settings)
+    if part is None:
+        images = open_images(data, "validation", classes)
+        if len(images):
+            return images, "validation"
+    images = open_images(data, part or "train", classes)
+    if not len(images):
+        raise UserError(f"{path} has no images of the part {part}: leave --part out, or check the path")
+    return images, part or "train"
+
+
+def answers(
+    model: Any, images: Images, settings: ImagesConfig, size: int, batch: int, advance: Callable[[float], None]
+) -> list[Answer]:
+    """Return what the model says of every image; under torchrun each process takes its share of them."""
+
+    def work(indices: Sequence[int]) -> list[Answer]:
+        found: list[Answer] = []
+        for first, pixels, labels, damage in batches(Some(images, np.array(indices)), settings, size, batch):
+            logits = classify(model, pixels, settings).cpu()
+            label = torch.from_numpy(labels)
+            losses = torch.nn.functional.cross_entropy(logits, label, ignore_index=IGNORED, reduction="none")
+            best = logits.topk(min(5, logits.shape[1])).indices
+            five = (best == label[:, None]).any(1)
+            rows = zip(labels.tolist(), best[:, 0].tolist(), five.tolist(), losses.tolist(), strict=True)
+            found += [Answer(indices[first + r], *row, damage.get(r, "")) for r, row in enumerate(rows)]
+            advance(len(labels))
+        return found
+
+    return spread(range(len(images)), work)
+
+
+def batches(
+    images: Images, settings: ImagesConfig, size: int, batch: int
+) -> Iterator[tuple[int, np.ndarray, np.ndarray, dict[int, str]]]:
+    """Yield all images in order: number of the first, pixels, labels, and by row why an image could not be decoded."""
+    if not len(images):
+        return
+    data = DataConfig(images=settings, workers=0 if len(images) < IN_PROCESS else 4)
+    crop, first = Cropping(size, settings), 0
+    for read in image_loader(data, images, size=size, seed=0, training=False, batch=min(batch, len(images))):
+        rows = min(len(read.fields["label"]), len(images) - first)
+        damage = {}
+        for row in np.nonzero(read.fields["damaged"][:rows])[0].tolist():
+            try:
+                crop.evaluation(images.item(first + row))
+            except Damaged as why:
+                damage[row] = str(why)
+        yield first, read.fields["pixels"][:rows], read.fields["label"][:rows], damage
+        first += rows
+
+
+def summary(found: Sequence[Answer], names: Sequence[str]) -> dict[str, Any]:
+    """Return images, damaged ones, loss, top-1, top-5, the same for each class, and the counts of [class][answer].
+
+    >>> summary([Answer(0, 1, 0, True, 2.0), Answer(1, 1, 1, True, 0.5)], ["ant", "bee"])["top1"]
+    0.5
+    """
+    good = [a for a in found if a.label != IGNORED]
+    if not good:
+        raise UserError("no image could be decoded, so there is nothing to measure: check the images")
+    confusion = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(confusion, ([a.label for a in good], [a.likeliest for a in good]), 1)
+    five = np.bincount([a.label for a in good if a.among_five], minlength=len(names))
+    classes: dict[int, dict[str, Any]] = {}
+    for number in np.nonzero(confusion.sum(1))[0].tolist():
+        count, right = int(confusion[number].sum()), int(confusion[number, number])
+        others = np.where(np.arange(len(names)) == number, 0, confusion[number])
+        classes[number] = {"class": names[number], "images": count, "top1": right / count}
+        classes[number]["top5"] = int(five[number]) / count
+        classes[number]["taken_for"] = names[int(others.argmax())] if others.any() else None
+    return {
+        "images": len(good),
+        "damaged": len(found) - len(good),
+        "loss": sum(a.loss for a in good) / len(good),
+        "top1": sum(a.likeliest == a.label for a in good) / len(good),
+        "top5": sum(a.among_five for a in good) / len(good),
+        "classes": classes,
+        "confusion": confusion.tolist(),
+    }

@@ -1,0 +1,44 @@
+"""The classes that an image model sees in pixels, normalised as images.json beside its weights says."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenformer.config_data import ImagesConfig
+from tokenformer.errors import UserError
+from tokenformer.ops.augment import normalise
+from tokenformer.strict import build
+
+HOW = ("mean", "std", "crop_pct", "interpolation")  # what images.json says of pixels
+
+
+def reading(model: Any, size: int | None = None) -> tuple[ImagesConfig, int]:
+    """Return how images are read for a model, and the side of the square that it sees; `size` asks for another."""
+    c = model.config
+    settings = build(ImagesConfig, {k: model.images[k] for k in HOW if k in model.images}, "images.json")
+    if not c.classes:
+        raise UserError("the model has no head, so it knows no classes: train one first (model.classes)")
+    rows, columns = c.grid
+    if size is None and rows != columns:
+        raise UserError(f"the model's images are {c.image_size}, but squares are read here: give --size")
+    size = size or rows * c.patch
+    if size % c.patch or size < 1:
+        raise UserError(f"--size is {size}: give a multiple of the model's patch {c.patch}")
+    return settings, size
+
+
+def class_names(model: Any) -> list[str]:
+    """Return a name for each class; those that images.json does not name are called after their number."""
+    known = [str(name) for name in model.images.get("classes", [])]
+    return [*known, *(f"class {number}" for number in range(len(known), model.config.classes))]
+
+
+@torch.no_grad()
+def classify(model: Any, pixels: np.ndarray, settings: ImagesConfig) -> Tensor:
+    """Return the logits (B, classes) of bytes (B, size, size, 3), in single precision or better."""
+    device = next(model.parameters()).device
+    x = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2)
+    logits = model(normalise(x, settings))
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
