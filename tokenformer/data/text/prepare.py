@@ -145,7 +145,7 @@ def prepare(
     """
     reading, workers = reading or Reading(), len(os.sched_getaffinity(0)) if workers is None else workers
     if workers < 1:
-        raise UserError(f"--workers {workers} cannot work: give 1 or more")
+        raise UserError(f"--workers is {workers}: give 1 or more")
     if Path(name).name != name:
         raise UserError(f"--name {name} is not a plain name: put folders into --out")
     encoder = load_tokenizer(tokenizer, end)
