@@ -93,3 +93,8 @@ def test_tables_and_plans(folder, capsys):
     assert "recommended: parallel." in capsys.readouterr().out
     assert main(["info", str(folder), "--context", "1k"]) == 2
     assert "--context is for language models" in capsys.readouterr().err
+
+
+def test_an_export_of_an_image_model_asks_for_no_tokenizer(folder, tmp_path, capsys):
+    assert main(["convert", str(folder), "--to", "hf", "--out", str(tmp_path / "hf")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'hf'}: {load(folder).cost().parameters:,} parameters, hf format\n"
