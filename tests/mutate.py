@@ -12,7 +12,7 @@ loaded. A test that failed counts if, by itself, it fails with the bug and passe
 --out, it goes on where it stopped.
 
 Unusual: this is no test, and takes an hour or two of one core. Read the survivors: some are no bugs, the others want
-a test. `mutants.md` tells of those that were found.
+a test. `mutants.md` tells what was found.
 """
 
 import argparse
