@@ -52,11 +52,11 @@ def test_one_trunk_of_several_grows_and_the_rest_stays():
         (PAIR, {"ffn_tokens": 60, "on": "video."}, "trunks are image., text."),
         (PAIR, {"dim": 64, "on": "text."}, "for language models"),
         (config(), {"ffn_tokens": 60, "on": "text."}, "one trunk: leave it out"),
-        (config(), {"layers": 10**8}, "from 1 to 10,000"),
-        (config(), {"layers": 0}, "from 1 to"),
-        (config(), {"ffn_tokens": 10**12}, "from 1 to"),
-        (config(), {"dim": 10**9}, "from 1 to"),
-        (config(), {"ffn_tokens": 1e6}, "give one number"),
+        (config(), {"layers": 10**8}, "give at most 10,000"),
+        (config(), {"layers": 0}, "above 0"),
+        (config(), {"ffn_tokens": 10**12}, "give at most 1,073,741,824"),
+        (config(), {"dim": 10**9}, "give at most 1,048,576"),
+        (config(), {"ffn_tokens": 1e6}, "give one whole number"),
         (config(), {"ffn_tokens": 60, "noise": -1}, "0 or more"),
     ],
 )
@@ -66,5 +66,5 @@ def test_what_cannot_be_planned_is_refused_with_a_sentence(shape, how, sentence)
 
 
 def test_a_name_that_nobody_declared_is_an_error():
-    with pytest.raises(ValueError, match="'scale' is no parameter"):
+    with pytest.raises(ValueError, match="'scale' is neither a parameter"):
         plan_growth(PAIR, NAMES, Growth(on="text.", ffn_tokens=60), ends={"image.norm.weight": ONE})
