@@ -60,7 +60,7 @@ def test_a_script_that_is_there_stays_unless_it_is_the_same_or_to_be_replaced(tm
     path.write_text(first + "# mine\n")
     assert main(command) == 2
     assert capsys.readouterr().err == (
-        f"tokenformer: {path} is there already and says something else: give another --out, or --force to replace it\n"
+        f"tokenformer: {path} is there already and differs: give another --out, or --force to replace it\n"
     )
     assert path.read_text() == first + "# mine\n"
     assert main([*command, "--force"]) == 0
