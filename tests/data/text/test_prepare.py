@@ -376,7 +376,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
         ("", {}, "there is no text in"),
         (None, {}, "there is no file, folder or match"),
         ("x", {"tokenizer": "nonsense"}, "there is no tokenizer 'nonsense'"),
-        ("x", {"workers": -1}, "--workers -1 cannot work"),
+        ("x", {"workers": -1}, "--workers is -1"),
         ("x", {"shard": (3, 2)}, "there is no shard 3 of 2"),
         ("x", {"shard": (1, 2)}, "1 files cannot be shared out over 2 shards"),
         ("\ud800", {}, "is not UTF-8"),
