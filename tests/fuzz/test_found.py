@@ -5,9 +5,11 @@ import json
 import lzma
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 import yaml
 
 from tests.eval.rows import write_rows
@@ -16,12 +18,13 @@ from tests.fuzz.material import DATA
 from tokenformer.cli.main import main
 from tokenformer.data.text.indexed import Indexed
 from tokenformer.data.text.inputs import find_inputs
+from tokenformer.data.text.prepare import prepare
 from tokenformer.data.text.tokenizer import ByteTokenizer, FileTokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.tasks import read_rows as task_rows
 from tokenformer.files import write_manifest
 from tokenformer.hub import load
-from tokenformer.hub.official import find
+from tokenformer.hub.official import find, infer_shape
 from tokenformer.hub.official_config import translate_all
 from tokenformer.infer.requests import Request
 from tokenformer.train.report import read_rows as metric_rows
@@ -180,3 +183,25 @@ def test_a_tokenizer_that_cannot_encode_a_text_is_refused_also_in_a_batch():
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
         with pytest.raises(UserError, match="this one cannot encode 'Rabbit'"):
             encode("Rabbit")
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (2, 3, 4)])
+def test_an_embedding_that_is_no_matrix_is_refused(shape):
+    with pytest.raises(UserError, match="it is not an official TokenFormer weight file"):
+        infer_shape({"sequential.0.word_embeddings.weight": torch.zeros(shape)}, Path("there"))
+
+
+def test_parameter_tokens_that_are_a_number_are_refused():
+    tensors = {"sequential.0.word_embeddings.weight": torch.zeros(4, 2)}
+    tensors |= {
+        f"sequential.2.{p}.key_param_tokens": torch.zeros(()) for p in ("attention.query", "attention.proj", "mlp")
+    }
+    with pytest.raises(UserError, match="it is not an official TokenFormer weight file"):
+        infer_shape(tensors, Path("there"))
+
+
+def test_more_processes_than_a_machine_can_have_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(UserError, match="--workers is 99999999999: give 1 to"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", "a", tokenizer="byte", workers=99999999999)
+    assert not (tmp_path / "out").exists()

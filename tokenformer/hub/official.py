@@ -69,6 +69,8 @@ def infer_shape(tensors: dict[str, Tensor], where: Path) -> dict:
         counts = {w: len(tensors[f"sequential.2.{place}.key_param_tokens"]) for w, place in places.items()}
     except KeyError as missing:
         raise UserError(f"{where} lacks {missing}: it is not an official TokenFormer weight file") from None
+    except (ValueError, TypeError):  # another number of dimensions
+        raise UserError(f"{where} has tensors of other shapes: it is not an official TokenFormer weight file") from None
     layers = sum(name.endswith(".mlp.key_param_tokens") for name in tensors)
     return {"layers": layers, "dim": dim, "vocab": vocab, **{f"{w}_tokens": n for w, n in counts.items()}}
 

@@ -144,8 +144,8 @@ def prepare(
     [105, 102, 109, 109, 112, 0]
     """
     reading, workers = reading or Reading(), len(os.sched_getaffinity(0)) if workers is None else workers
-    if workers < 1:
-        raise UserError(f"--workers is {workers}: give 1 or more")
+    if not 1 <= workers <= 1024:
+        raise UserError(f"--workers is {workers}: give 1 to 1,024")
     if Path(name).name != name:
         raise UserError(f"--name {name} is not a plain name: put folders into --out")
     encoder = load_tokenizer(tokenizer, end)
