@@ -9,7 +9,7 @@ from hypothesis import settings
 from safetensors.torch import load_file
 
 torch.set_num_threads(1)  # two test processes share two cores
-settings.register_profile("same cases every time", derandomize=True)
+settings.register_profile("same cases every time", derandomize=True, deadline=None)
 if not os.environ.get("NEW_CASES"):  # NEW_CASES=1 pytest -m hypothesis: look for what no run has tried yet
     settings.load_profile("same cases every time")
 DATA = Path(__file__).parent / "data"
