@@ -224,7 +224,7 @@ def profile(timed: Timed, tuning: Tuning, shape: str) -> None:
 
 
 def throughput(engine: Engine, batch: int) -> float:
-    """New tokens a second, prefill and the copy to the host included; the best of three after a warm-up."""
+    """New tokens per second, prefill and the copy to the host included; the best of three after a warm-up."""
     draw = torch.Generator().manual_seed(2)
     prompts = [torch.randint(50000, (PROMPT,), generator=draw).tolist() for _ in range(batch)]
     engine.generate(prompts, NEW)

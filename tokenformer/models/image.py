@@ -146,3 +146,11 @@ def resized(positions_TD: Tensor, grid: tuple[int, int], to: tuple[int, int]) ->
     image = wide.T.unflatten(1, grid)[None]
     image = F.interpolate(image, size=to, mode="bicubic", antialias=True)
     return torch.cat([first_TD, image[0].flatten(1).T.to(positions_TD.dtype)])
+
+
+def fit_tensors(given: dict[str, Tensor], was: ModelConfig, now: ModelConfig) -> dict[str, Tensor]:
+    """Interpolate learned positions to another size of images; leave out a head for another number of classes."""
+    if "positions" in given and was.patch == now.patch:
+        given["positions"] = resized(given["positions"], was.grid, now.grid)
+    left_out = () if was.classes == now.classes else ("head.weight", "head.bias")
+    return {name: tensor for name, tensor in given.items() if name not in left_out}

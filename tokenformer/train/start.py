@@ -3,15 +3,13 @@
 import torch
 from torch import Tensor
 
-from tokenformer.config import Config, ModelConfig
+from tokenformer.config import Config
 from tokenformer.errors import UserError
 from tokenformer.models import build as build_model
-from tokenformer.models.image import resized
+from tokenformer.models.image import fit_tensors
 from tokenformer.models.init import initial
 from tokenformer.models.names import parse
 from tokenformer.parallel.parallelize import Build, Values
-
-HEAD = ("head.weight", "head.bias")
 
 
 def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[Values, list[dict]]:
@@ -42,7 +40,7 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
                 given = {name: tensor.detach() for name, tensor in opened.model.named_parameters()}
                 history = opened.model.history
             if model_config.of == opened.config.of == "image":
-                given = _fitted(given, opened.config, model_config)
+                given = fit_tensors(given, opened.config, model_config)
         except UserError as error:
             raise UserError(f"start (official: pretrain_partial_init): {error}") from None
     for name, tensor in given.items():
@@ -63,10 +61,3 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
         return made
 
     return values, history
-
-
-def _fitted(given: dict[str, Tensor], was: ModelConfig, now: ModelConfig) -> dict[str, Tensor]:
-    """Interpolate learned positions to another size of images; leave out a head for another number of classes."""
-    if "positions" in given and was.patch == now.patch:
-        given["positions"] = resized(given["positions"], was.grid, now.grid)
-    return {name: tensor for name, tensor in given.items() if was.classes == now.classes or name not in HEAD}
