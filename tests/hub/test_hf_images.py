@@ -1,16 +1,11 @@
 """Image models for transformers: its Auto classes and pipeline, with our package and without it, and back."""
 
-import json
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 
 from tests.hub.test_images import VIT, X, trained
-from tests.hub.test_remote import without_us
+from tests.hub.test_remote import run_without_us
 from tokenformer import load, save
 
 IMAGES = {"classes": [f"class {i}" for i in range(10)], "mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
@@ -46,21 +41,7 @@ def test_a_folder_classifies_where_our_package_and_torchvision_are_not(tmp_path)
     save(model, tmp_path / "model", format="hf")
     picture = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)  # the shorter side is 32 / 0.8
     np.save(tmp_path / "picture.npy", picture)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-c",
-        READER,
-        without_us(tmp_path),
-        tmp_path / "model",
-        tmp_path / "picture.npy",
-    ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_without_us(READER, tmp_path, tmp_path / "model", tmp_path / "picture.npy")
     cut = torch.from_numpy(picture[4:36, 14:46]).permute(2, 0, 1) / 255
     pixels = ((cut - 0.5) / 0.25)[None]
     assert found["shape"] == [1, 3, 32, 32] and found["pixels"] == pytest.approx(pixels[0, :, 0, 0].tolist(), abs=1e-5)

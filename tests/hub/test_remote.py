@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ CONFIGS = {
 READER = """
 import importlib.util, json, os, sys
 from pathlib import Path
+from typing import Any
 sys.path[:] = [p for p in sys.path if not p.endswith("-packages")] + sys.argv[1].split(os.pathsep)
 assert importlib.util.find_spec("tokenformer") is None
 import torch
@@ -80,6 +82,16 @@ def without_us(root: Path) -> str:
     return os.pathsep.join(map(str, folders))
 
 
+def run_without_us(script: str, root: Path, *arguments: Path) -> Any:
+    """Run a script in `root` where our package and the hub are not; return its last line, which is JSON."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "home")}
+    environment["HF_MODULES_CACHE"] = str(root / "modules")
+    command = [sys.executable, "-I", "-S", "-c", script, without_us(root), *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.strip().split("\n")[-1])
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> tuple[Path, dict[str, LanguageModel], dict[str, torch.Tensor]]:
     """Models of every kind, their folders, and what somebody without our package computed with them."""
@@ -96,20 +108,7 @@ def exported(tmp_path_factory) -> tuple[Path, dict[str, LanguageModel], dict[str
                 if parameter.ndim == 2:
                     parameter.mul_(6)
         tokenformer.save(built[name], root / name, format="hf", tokenizer_json=tokenizer.to_str())
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "home")}
-    environment["HF_MODULES_CACHE"] = str(root / "modules")
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-c",
-        READER,
-        without_us(root),
-        *(str(root / n) for n in built),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert json.loads(run.stdout.strip().split("\n")[-1]) == []
+    assert run_without_us(READER, root, *(root / name for name in built)) == []
     return root, built, load_file(root / "out.safetensors")
 
 
