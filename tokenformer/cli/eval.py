@@ -48,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", default="", help="names with commas between, or all (the six of the paper)")
     add("--data-dir", type=Path, help="local files of the six tasks; nothing is fetched")
     add("--native", action="store_true", help="score without the harness (needs --data-dir)")
-    add("--limit", type=int, help="rows of a task, documents of a text, at most")
+    add("--limit", type=int, help="rows of a task, documents of a text, images of all classes, at most")
     add("--batch-tokens", type=int, default=16384, help="positions computed at once")
     add("--out", type=Path, help="a JSON file for the results")
     add("--force", action="store_true", help="replace a file of that name")
@@ -130,7 +130,7 @@ def measure_images(args: argparse.Namespace) -> int:
 
     from tokenformer.config import load
     from tokenformer.config_data import DataConfig, ImagesConfig
-    from tokenformer.data.images.stored import Some
+    from tokenformer.data.images.opening import some_of
     from tokenformer.eval.images import answers, open_labelled, read_class_index, summary
     from tokenformer.eval.ranks import leave, local_device, rank
     from tokenformer.files import atomic_file, check_writable, write_text
@@ -167,8 +167,7 @@ def measure_images(args: argparse.Namespace) -> int:
     if index:
         names[: len(index[1])] = index[1]
     images, part = open_labelled(data, args.part, index[0] if index else model.images.get("classes"))
-    if args.limit:
-        images = Some(images, np.arange(min(args.limit, len(images))))
+    images = some_of(images, args.limit or len(images))
     if len(images.classes) > len(names):
         raise UserError(
             f"{args.images} has {len(images.classes):,} classes but the model {len(names):,}: give data of these"
