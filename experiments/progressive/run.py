@@ -169,7 +169,9 @@ def search(study: Study) -> Arm:
     at = best.stages[-1].at
     varied.append(grown(arm, (864, 864, 384), (at, 864)))  # ffn tokens alone
     varied += [grown(arm, (96, 96, 3456), (when, 864)) for when in (at, 0.1, 0.5)]  # all but them
-    shapes = [grown(arm, n) for n in ((96, 96, 3456), (288, 288, 3456), 288, 432)]  # never grown: is it the shape alone?
+    shapes = [
+        grown(arm, n) for n in ((96, 96, 3456), (288, 288, 3456), 288, 432)
+    ]  # never grown: is it the shape alone?
     study.run([*shapes, *varied])
     pool = [*times, *small, *hops, *varied]
     best = study.best(pool)

@@ -17,6 +17,10 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenformer.config import Config
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.config import presets
     from tokenformer.errors import UserError
     from tokenformer.hub.open import locate, means_weights, read_config
-    from tokenformer.parallel.mesh import run_rank
     from tokenformer.parsing import is_file, is_folder
-    from tokenformer.train.trainer import Trainer
 
     source, given = Path(args.config), Path(args.out) if args.out else None
     inside = is_file(source / "config.yml")  # a run, or a folder of weights
@@ -51,5 +53,21 @@ def run(args: argparse.Namespace) -> int:
     default = source if itself else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
     if config.start and not itself and os.environ.get("RANK", "0") == "0":
         print(f"a new run begins with the weights of {locate(config.start).path}", flush=True)
+    check(config, given or default, args.resume)
+    from tokenformer.parallel.mesh import run_rank
+    from tokenformer.train.trainer import Trainer
+
     trainer = Trainer(config, given or default, resume=args.resume, command=["tokenformer", *sys.argv[1:]])
     return run_rank(trainer.run)
+
+
+def check(config: "Config", folder: Path, resume: bool) -> None:
+    """Refuse frequent mistakes before torch is imported, which takes seconds; the trainer checks everything."""
+    from tokenformer.data.text.samples import find_sets
+    from tokenformer.train.run import earlier, with_batch_sizes
+
+    before = earlier(folder, resume)
+    if before is None and os.environ.get("WORLD_SIZE", "1") == "1":
+        with_batch_sizes(config, world=1)
+    if config.task in (None, "language") and config.model.of == "language":
+        find_sets(config.data)
