@@ -78,7 +78,8 @@ def test_whole_floats_are_whole_numbers_and_a_base_is_laid_under(tmp_path):
         (SMALL, ["model.tau={ffn: [0]}"], "finite number above 0"),
         (SMALL, ["model.tau={ffn: [.inf]}"], "finite number above 0"),
         (SMALL, ["model.layer_overrides={7: {ffn_tokens: 4}}"], "names layer 7, but layers go from 0 to 1"),
-        (SMALL, ["model.kind=transformer"], "has no meaning for kind transformer"),
+        (SMALL.replace("model: {", "model: {kind: transformer, "), [], "has no meaning for kind transformer"),
+        (SMALL, ["model.kind=transformer", "model.tau={ffn: [1]}"], "model.tau has no meaning for kind transformer"),
         (SMALL, ["model.ffn_dim=8"], "has no meaning for kind tokenformer"),
         (SMALL, ["model.rotary_fraction=0.4"], "gives an even number"),
         (SMALL, ["model.qkv_tokens=null"], "model.qkv_tokens is missing"),
@@ -90,6 +91,24 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path, text, overrides, senten
         c.load(write(tmp_path, text), overrides=overrides)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("growth", ["progressive", "{progressive: {hops: 2}}", "[{at: {step: 9}, ffn_tokens: 32}]"])
+@pytest.mark.parametrize("kind", ["transformer", "llama"])
+def test_another_kind_drops_what_has_no_meaning_there_wherever_it_stands(tmp_path, growth, kind):
+    path = write(tmp_path, f"{SMALL[:-2]}, tau: {{ffn: [4.0]}}}}\nsteps: 20\ngrowth: {growth}\n")
+    above = write(tmp_path, f"base: my.yml\nmodel: {{kind: {kind}}}", "above.yml")
+    second = write(tmp_path, f"model: {{kind: {kind}, ffn_dim: 24}}", "second.yml")
+    for config in c.load(path, overrides=[f"model.kind={kind}"]), c.load(above), c.load(path, second):
+        model = config.model
+        assert (model.kind, model.dim, config.steps, config.growth) == (kind, 32, 20, [])
+        assert (model.ffn_tokens, model.tau) == (None, {})
+    assert c.load(second, path, overrides=["model.kind=tokenformer"]).model.ffn_tokens == 16  # and the other way round
+
+
+def test_growth_of_what_another_kind_has_too_stays(tmp_path):
+    path = write(tmp_path, f"{SMALL}growth: [{{at: {{plateau: 0.01, patience: 2}}, layers: 4}}]\n")
+    assert len(c.load(path, overrides=["model.kind=transformer"]).growth) == 1
 
 
 def test_an_unknown_preset_gets_a_suggestion():
