@@ -1,16 +1,19 @@
 """Configs: strict keys, types, overrides, bases, segments and τ, and the way back to YAML."""
 
 import dataclasses
+import json
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenformer import config as c
+from tokenformer import config_data, config_growth, config_train
 from tokenformer.config import Config, LayerOverride, ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.strict import parse_yaml
+from tokenformer.strict import all_keys, parse_yaml
 
 SMALL = "model: {layers: 2, dim: 32, heads: 4, qkv_tokens: 8, proj_tokens: 8, ffn_tokens: 16}\n"
 
@@ -175,16 +178,25 @@ def test_a_config_goes_to_yaml_and_to_json_and_back(tokens, layers, theta, tau, 
     assert c.build(Config, json.loads(json.dumps(c.to_dict(whole)))) == whole
 
 
-def test_every_key_is_documented_where_it_is_declared():
-    def walk(cls):
-        for field in dataclasses.fields(cls):
-            assert field.metadata.get("doc"), f"{cls.__name__}.{field.name}"
-            kind = field.type if isinstance(field.type, type) else None
-            if dataclasses.is_dataclass(kind):
-                walk(kind)
+def test_every_key_is_listed_with_its_type_default_and_meaning():
+    listed = {key.name: key for key in all_keys(Config)}
+    modules = (c, config_data, config_growth, config_train)
+    classes = {cls for module in modules for cls in vars(module).values() if dataclasses.is_dataclass(cls)}
+    declared = {field.name.rstrip("_") for cls in classes for field in dataclasses.fields(cls)}
+    assert declared == {name.split(".")[-1] for name in (n.replace("[]", "") for n in listed)}
+    assert all(key.doc and key.type for key in listed.values())
+    assert listed["growth[].at"][1:3] == ("a mapping", "required") and "growth.progressive.from" in listed
+    assert listed["optimizer.betas"].default == "[0.9, 0.95]" and listed["model.layer_overrides.*.tau"].default == "{}"
+    assert listed["data"].type == "section" and listed["model.tied"].default == "true"
 
-    walk(Config)
-    walk(LayerOverride)
+
+def test_the_defaults_that_are_listed_change_nothing_when_they_are_given(tmp_path):
+    path, plain = write(tmp_path, SMALL), re.compile(r"(?!model\.(layers|dim|heads)$)[a-z_]+(\.[a-z_]+)*")
+    keys = [key for key in all_keys(Config) if plain.fullmatch(key.name) and key.default and key.type != "section"]
+    given = [f"{key.name}={json.dumps(key.default) if key.type == 'text' else key.default}" for key in keys]
+    given = [words for words in given if "progressive" not in words]
+    assert len(given) > 90
+    assert c.load(path, overrides=given) == c.load(path, overrides=["data.images={}"])
 
 
 def test_what_says_nothing_is_not_written():

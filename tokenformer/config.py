@@ -62,9 +62,9 @@ class LayerOverride(Section, section="model.layer_overrides"):
 class ModelConfig(Section, section="model"):
     """The shape of a model: all that decides its function, and nothing else."""
 
-    layers: int = key("blocks", 0, quiet=True, least=0, most=10_000)
-    dim: int = key("width of the residual stream", 0, quiet=True, least=0, most=WIDE)
-    heads: int = key("attention heads; must divide dim", 0, quiet=True, least=0, most=WIDE)
+    layers: int = key("blocks; required", 0, quiet=True, least=0, most=10_000)
+    dim: int = key("width of the residual stream; required", 0, quiet=True, least=0, most=WIDE)
+    heads: int = key("attention heads, a divisor of dim; required", 0, quiet=True, least=0, most=WIDE)
     of: str = key("what the model is of: language, image, or what a caller's `build` makes", "language", quiet=True)
     trunks: dict[str, "ModelConfig"] = key(
         "of a model of several trunks: name → that trunk's own keys; its parameters are called NAME.…", make=dict
@@ -99,7 +99,7 @@ class ModelConfig(Section, section="model"):
         "height and width of the images that it is trained on; one number: square", 224, of="image", above=0, most=WIDE
     )
     patch: int = key("height and width of a patch", 16, of="image", above=0, most=WIDE)
-    channels: int = key("of an image", 3, of="image", above=0, most=WIDE)
+    channels: int = key("colour channels of an image", 3, of="image", above=0, most=WIDE)
     classes: int = key(
         "rows of the head; 0 = none, the model returns what it would read", 1000, of="image", least=0, most=LONG
     )

@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from tokenformer.cli.main import main
+from tokenformer.terminal import table
+
 QUIET = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
 
 
@@ -27,6 +30,7 @@ def answer(*words: str) -> tuple[int, list[str], str]:
     ("words", "code", "sentence"),
     [
         ("info lm/150m", 0, "151,881,216"),
+        ("train --keys", 0, "peak learning rate, for AdamW and for Muon"),
         ("info lm/150m model.heads=7", 2, "does not divide dim 768"),
         ("train lm/150m stepz=3", 2, "did you mean 'steps'"),
         ("train lm/150m batch=null micro_batch=null", 2, "batch is missing"),
@@ -48,3 +52,15 @@ def test_threads_wait_asleep_unless_the_user_says_otherwise(asked, spins):
     shown = QUIET | {"OMP_DISPLAY_ENV": "verbose"} | asked
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=shown)
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
+def test_values_stand_right_beside_their_names(capsys):
+    assert main(["tokenizer", "info", "byte"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines[0].index("byte")
+    assert all(line[at - 1] == " " != line[at] for line in lines) and lines[1][at:] == "257", lines
+
+
+def test_a_table_aligns_columns_of_numbers_to_the_right(capsys):
+    table(["what", "size"], [["a", "9"], ["b", "-1,000"], ["c", "–"]])
+    assert capsys.readouterr().out.splitlines() == ["what    size", "a          9", "b     -1,000", "c          –"]

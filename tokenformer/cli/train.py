@@ -10,6 +10,8 @@ start=null begins from scratch. An existing run is never overwritten: --resume c
 begins the run where there is none, so that a job script can always give it). SIGTERM, SIGINT and SIGUSR1 save a
 checkpoint and stop.
 
+--keys lists every key with its type, default and meaning.
+
 Many processes: torchrun --nproc-per-node 8 -m tokenformer train CONFIG parallel.shard=8 (docs/parallelism.md).
 """
 
@@ -17,7 +19,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from tokenformer.config import Config
@@ -28,6 +30,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
     parser.add_argument("--out", metavar="RUN", help="run folder (default: the config's `out`, or its name in runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument("--keys", action=ShowKeys, nargs=0, help="list every key that a config may have, and leave")
+
+
+class ShowKeys(argparse.Action):
+    """Prints a table of all keys, wherever it stands among the arguments."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from tokenformer.config import Config
+        from tokenformer.strict import Key, all_keys
+        from tokenformer.terminal import table
+
+        table(Key._fields, all_keys(Config))
+        parser.exit()
 
 
 def run(args: argparse.Namespace) -> int:
