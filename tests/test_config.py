@@ -46,12 +46,17 @@ def test_whole_floats_are_whole_numbers_and_a_base_is_laid_under(tmp_path):
 @pytest.mark.parametrize(
     ("text", "overrides", "sentence"),
     [
-        ("model: {layres: 2}", [], "unknown key 'model.layres': did you mean 'layers'?"),
+        ("model: {layres: 2}", [], "unknown key 'model.layres': did you mean 'model.layers'?"),
         ("modell: {}", [], "did you mean 'model'"),
         ("model: {layers: 2, dim: 32}", [], "key 'model.heads' is missing"),
         ("{}", [], "key 'model' is missing"),
         ("- 1", [], "should hold keys and values"),
-        ("model: [", [], "is not YAML"),
+        ("model: [", [], "is not YAML that we read"),
+        ("model:\n\tlayers: 2", [], "my.yml, line 2, begins with a tab: use spaces"),
+        ("model: {layers: 2\nsteps: 3", [], "my.yml, line 2, has a bracket that is not closed"),
+        ("a: b: c", [], "my.yml, line 1, has a second colon"),
+        ("model:\n  layers: 2\n dim: 3", [], "my.yml, line 3, is indented in another way"),
+        ("", [], "my.yml should hold keys and values, such as 'model:', but is empty"),
         ("model: {layers: 1, layers: 2}", [], "stands twice"),
         (SMALL, ["model.layers=two"], "model.layers is 'two', but must be a whole number"),
         (

@@ -128,7 +128,11 @@ class ModelConfig(Section, section="model"):
             return
         for name in ("layers", "dim", "heads"):
             need(getattr(self, name) > 0, f"key 'model.{name}' is missing: give a number above 0")
-        need(self.dim % self.heads == 0, f"model.heads is {self.heads}, which does not divide dim {self.dim}")
+        divisors = [str(n) for n in range(1, min(self.dim, 128) + 1) if self.dim % n == 0]
+        need(
+            self.dim % self.heads == 0,
+            f"model.heads is {self.heads}, which does not divide dim {self.dim}: give one of {', '.join(divisors)}",
+        )
         need(
             self.rotary_dims % 2 == 0,
             f"model.rotary_fraction {self.rotary_fraction} of {self.head_dim} channels per head rotates "

@@ -117,7 +117,10 @@ def build(cls: Any, raw: Any, at: str = "") -> Any:
     for name in raw:
         if name not in fields:
             close = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"known keys are {', '.join(fields)}"
+            close += [
+                f"{section}.{name}" for section, kind in hints.items() if name in getattr(kind, "__annotations__", {})
+            ]
+            hint = f"did you mean '{_join(at, close[0])}'?" if close else f"known keys are {', '.join(fields)}"
             raise UserError(f"unknown key {shown(_join(at, name))}: {hint}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

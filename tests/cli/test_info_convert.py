@@ -122,7 +122,7 @@ def test_a_segmented_model_goes_from_ours_to_hf_and_back(tmp_path):
     ("words", "sentence"),
     [
         (["info", "lm/151m"], "did you mean the preset 'lm/150m'"),
-        (["info", "lm/150m", "model.layres=3"], "did you mean 'layers'"),
+        (["info", "lm/150m", "model.layres=3"], "did you mean 'model.layers'"),
         (["info", "lm/150m", "model.heads=7"], "does not divide dim"),
         (["info", "lm/150m", "--context", "1x"], "give lengths such as"),
         (["convert", "--to", "hf", "nowhere/at/all", "--out", "x"], "there is nothing at nowhere/at/all"),

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tokenformer.cli.main import main
+from tokenformer import cli
+from tokenformer.cli.main import build_parser, main, verbs
 from tokenformer.terminal import table
 
 QUIET = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
@@ -64,3 +66,14 @@ def test_values_stand_right_beside_their_names(capsys):
 def test_a_table_aligns_columns_of_numbers_to_the_right(capsys):
     table(["what", "size"], [["a", "9"], ["b", "-1,000"], ["c", "–"]])
     assert capsys.readouterr().out.splitlines() == ["what    size", "a          9", "b     -1,000", "c          –"]
+
+
+def test_help_shows_every_command_in_the_order_of_work_and_an_example():
+    files = {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - {"__init__", "main"}
+    assert set(verbs()) == files
+    said = build_parser().format_help()
+    assert "example: tokenformer train" in said
+    order = [
+        said.index(f"\n    {name}") for name in ("prepare", "train", "plot", "generate", "grow", "slurm")
+    ]
+    assert order == sorted(order)

@@ -159,7 +159,7 @@ def test_a_growth_at_a_share_of_the_compute_comes_at_its_step():
         ({"steps": 1}, "too few to grow 1 times"),
         ({"schedule": {"steps": 99}}, "schedule.steps is 99, but growth is progressive"),
         ({"growth": "progresive"}, "did you mean 'progressive'"),
-        ({"growth": {"progressive": {"form": 0.1}}}, "did you mean 'from'"),
+        ({"growth": {"progressive": {"form": 0.1}}}, "did you mean 'growth.progressive.from'"),
         ({"growth": {"progressive": {"from": 0}}}, "growth.progressive.from is 0.0: give a number above 0"),
         ({"growth": {"progressive": {"from": {"mlp": 0.1}}}}, "for each of qkv, proj and ffn"),
         ({"growth": {"progressive": {"from": 1.0}}}, "would change nothing"),

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenformer.cli.main import split_settings
+
 if TYPE_CHECKING:
     from tokenformer.config import Config
 
@@ -69,7 +71,7 @@ def read_configs(words: list[str], transformer: bool) -> dict[str, "Config"]:
 
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("compare trains in one process: train each config by itself, then draw them with plot")
-    sources, settings = [w for w in words if "=" not in w], [w for w in words if "=" in w]
+    sources, settings = split_settings(words)
     found: dict[str, Config] = {}
     for source in sources:
         name = Path(source).with_suffix("").name

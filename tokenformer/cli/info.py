@@ -7,6 +7,7 @@ tokenformer info runs/demo
 
 import argparse
 
+from tokenformer.cli.main import split_settings
 from tokenformer.config import PROJECTIONS, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.terminal import table
@@ -33,8 +34,7 @@ def model_config(source: list[str]) -> tuple[ModelConfig, list[str]]:
     from tokenformer.growth.progressive import describe, resolve
     from tokenformer.hub.open import Opened, locate, means_weights, read_config
 
-    overrides = [word for word in source if "=" in word]
-    names = [word for word in source if "=" not in word]
+    names, overrides = split_settings(source)
     weights = [name for name in names if means_weights(name)]
     configs = [name for name in names if name not in weights]
     if configs or not weights:  # beside weights: their own config, as `convert` takes it

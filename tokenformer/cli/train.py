@@ -21,13 +21,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tokenformer.cli.main import split_settings
+
 if TYPE_CHECKING:
     from tokenformer.config import Config
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, run folder, or weights to begin with")
-    parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
+    parser.add_argument(
+        "settings", nargs="*", default=[], metavar="a.b=c", help="keys laid over the config; more config files"
+    )
     parser.add_argument("--out", metavar="RUN", help="run folder (default: the config's `out`, or its name in runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
     parser.add_argument("--keys", action=ShowKeys, nargs=0, help="list every key that a config may have, and leave")
@@ -58,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     itself = args.resume and inside and (given is None or given.resolve() == source.resolve())
     if itself and not is_folder(source / "checkpoints") and means_weights(source):
         raise UserError(f"{source} holds weights but no run to resume: give --out RUN to begin one with them")
-    names = [source / "config.yml" if itself else args.config, *(s for s in args.settings if "=" not in s)]
-    config = read_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
+    more, settings = split_settings(args.settings)
+    config = read_config(source / "config.yml" if itself else args.config, *more, overrides=settings, training=True)
     if not itself and given is None and config.out is None and means_weights(args.config):
         raise UserError(
             f"{source} holds weights, and what is trained from them needs a folder of its own: give --out RUN"
