@@ -11,48 +11,33 @@ from typing import Literal
 from tokenformer.config_train import ScheduleConfig
 from tokenformer.strict import Section, key, need
 
-TOTALS = ("qkv_tokens", "proj_tokens", "ffn_tokens", "layers", "dim", "ffn_dim")
+TOTALS = ("qkv_tokens", "proj_tokens", "ffn_tokens", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth(Section):
     """To what size a model grows, and by which rules. What is absent stays as it is."""
 
+    retired = ("dim", "ffn_dim", "new_layers", "widen")
     on: str = key("which trunk of a model of several, such as 'image.'", "", quiet=True)
     # bounded, since a typing error must not fill the memory
     qkv_tokens: int | None = key("parameter tokens in total afterwards", None, above=0, most=1 << 30)
     proj_tokens: int | None = key("parameter tokens in total afterwards", None, above=0, most=1 << 30)
     ffn_tokens: int | None = key("parameter tokens in total afterwards", None, above=0, most=1 << 30)
     layers: int | None = key("blocks in total afterwards", None, above=0, most=10_000)
-    dim: int | None = key("widen by Net2Net to this", None, above=0, most=1 << 20)
-    ffn_dim: int | None = key("widen the MLP of a baseline to this", None, above=0, most=1 << 24)
     new_tokens: str | dict[str, str] | None = key(
         "segment (default), zero_key, zero_value or random; or one for each, such as {ffn: segment, qkv: zero_key}",
         None,
     )
     tau: str | dict[str, str] | None = key("hold or sqrt_n, where rows are appended", None)
     positions: str | list[int] | None = key("new blocks: even (default), end, or their layer numbers", None)
-    new_layers: Literal["identity", "stack"] | None = key("identity blocks (default), or copies of the blocks", None)
-    widen: Literal["net2net", "block"] | None = key("the rule of dim and ffn_dim", None)
     noise: float = key("random numbers added to old parameter tokens, as a share of their RMS", 0.0, least=0, most=1e6)
-    copy_noise: float = key(
-        "with dim and ffn_dim: how much the copies of a unit differ, as a share of the RMS; what reads them sees none "
-        "of it",
-        0.1,
-        quiet=True,
-        least=0,
-        most=1e6,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in TOTALS:
             size = getattr(self, name)
             need(size is None or type(size) is int, f"{name} is {size}: give one whole number, the total afterwards")
-
-    def alone(self, *names: str) -> bool:
-        """Tell whether no size but these is given."""
-        return all(getattr(self, name) is None for name in TOTALS if name not in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +70,9 @@ class GrowthStage(Growth, section="growth"):
         )
         need(self.at.get("compute", 0) < 1, f"growth.at is {self.at}: it is a share of the run's compute, below 1")
         need(
-            self.old_tokens == 1
-            or (self.new_tokens in (None, "segment") and self.dim is None and self.ffn_dim is None),
-            "growth.old_tokens trains old and new parameters apart, which are apart only where new_tokens is segment "
-            "and nothing is widened: choose that, or leave old_tokens out",
+            self.old_tokens == 1 or self.new_tokens in (None, "segment"),
+            "growth.old_tokens trains old and new parameters apart, which are apart only where new_tokens is segment: "
+            "choose that, or leave old_tokens out",
         )
 
 

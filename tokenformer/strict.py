@@ -45,6 +45,7 @@ class Section:
     """A part of a config. Numbers and choices are checked whether YAML (`build`) or Python makes it."""
 
     section = ""  # what messages call it
+    retired: tuple[str, ...] = ()  # keys of earlier versions, which the configs of old runs still hold as null
 
     def __init_subclass__(cls, section: str = "") -> None:
         cls.section = section
@@ -110,6 +111,7 @@ def build(cls: Any, raw: Any, at: str = "") -> Any:
     need(isinstance(raw, dict), f"{at or 'the config'} should hold keys and values, not {shown(raw)}")
     fields = {f.name.rstrip("_"): f for f in dataclasses.fields(cls)}  # the key `from` is Python's own word: `from_`
     hints = typing.get_type_hints(cls)
+    raw = {name: value for name, value in raw.items() if value is not None or name not in getattr(cls, "retired", ())}
     for name in raw:
         if name not in fields:
             close = difflib.get_close_matches(str(name), fields, n=1)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rivals import widen
 from safetensors.torch import load_file, save_file
 
 from tokenformer.config import ModelConfig
@@ -225,13 +226,14 @@ class Study:
         config = TRANSFORMER if rule == "net2net" else SMALL
         tensors, state = self.read_base(config, seed)
         spent = base_steps(config) * flops(config)
-        if rule in RULES:
-            wide = rule == "net2net"
-            growth = Growth(dim=2 * config.dim) if wide else Growth(**BIG, new_tokens=rule.split(",")[0])
+        if rule in RULES and rule != "net2net":
+            growth = Growth(**BIG, new_tokens=rule.split(",")[0])
             plan = plan_growth(config, tensors, growth, ends=LanguageModel.ends, seed=seed)
             config, tensors, state = plan.config, dict(make_tensors(plan, tensors)), grow_state(plan, state)
         model = build(config)
         model.load_state_dict(tensors)
+        if rule == "net2net":  # the moments of a divided weight are not those of the whole: it begins without any
+            return widen(model, 2 * config.dim, seed=seed), {}, spent
         return model, state, spent
 
     def run(self, pairs: list[tuple[str, float]], seed: int) -> bool:

@@ -7,10 +7,11 @@ import pytest
 from growing import config
 
 from tokenformer import ModelConfig, UserError
-from tokenformer.config_growth import Growth
+from tokenformer.config_growth import Growth, GrowthStage
 from tokenformer.growth.plan import plan_growth
-from tokenformer.growth.recipes import Appended
+from tokenformer.growth.recipes import Recipe
 from tokenformer.models.names import ONE, own
+from tokenformer.strict import build
 
 PAIR = ModelConfig(of="pair", trunks={"image": config(layers=1), "text": config(layers=2)})
 ENDS = {"image.norm.weight": ONE, "scale": own(2.66)}
@@ -38,9 +39,9 @@ def test_one_trunk_of_several_grows_and_the_rest_stays():
     assert growth.config.trunk("text.").ffn_tokens == [48, 12] and growth.config.trunk("text.").layers == 3
     assert growth.config.trunk("image.") == PAIR.resolved().trunk("image.") and growth.event["on"] == "text."
     for name in [*NAMES[:5], "scale"]:
-        assert growth.recipes[name] == Appended(old=name)
+        assert growth.recipes[name] == Recipe(old=name)
     new = growth.recipes["text.blocks.0.ffn.segments.1.key_tokens"]
-    assert isinstance(new, Appended)
+    assert isinstance(new, Recipe)
     assert (new.old, new.new_rows, new.like) == (None, 12, ("text.blocks.0.ffn.segments.0.key_tokens",))
     assert "text.blocks.2.ffn.segments.1.key_tokens" in growth.recipes and growth.kept == set(NAMES)
 
@@ -50,12 +51,10 @@ def test_one_trunk_of_several_grows_and_the_rest_stays():
     [
         (PAIR, {"ffn_tokens": 60}, "trunks are image., text."),
         (PAIR, {"ffn_tokens": 60, "on": "video."}, "trunks are image., text."),
-        (PAIR, {"dim": 64, "on": "text."}, "for language models"),
         (config(), {"ffn_tokens": 60, "on": "text."}, "one trunk: leave it out"),
         (config(), {"layers": 10**8}, "give at most 10,000"),
         (config(), {"layers": 0}, "above 0"),
         (config(), {"ffn_tokens": 10**12}, "give at most 1,073,741,824"),
-        (config(), {"dim": 10**9}, "give at most 1,048,576"),
         (config(), {"ffn_tokens": 1e6}, "give one whole number"),
         (config(), {"ffn_tokens": 60, "noise": -1}, "0 or more"),
     ],
@@ -68,3 +67,10 @@ def test_what_cannot_be_planned_is_refused_with_a_sentence(shape, how, sentence)
 def test_a_name_that_nobody_declared_is_an_error():
     with pytest.raises(ValueError, match="'scale' is neither a parameter"):
         plan_growth(PAIR, NAMES, Growth(on="text.", ffn_tokens=60), ends={"image.norm.weight": ONE})
+
+
+def test_a_key_of_earlier_versions_may_stand_there_as_null_alone():
+    old = {"at": {"step": 5}, "layers": 3, "dim": None, "widen": None}
+    assert build(GrowthStage, old).layers == 3
+    with pytest.raises(UserError, match="unknown key 'dim'"):
+        build(GrowthStage, {**old, "dim": 64})

@@ -59,11 +59,9 @@ def test_growth_leaves_the_logits_as_they_are_and_hands_on_what_is_known(size):
     assert bigger.images == IMAGES and bigger.cost().parameters > model.cost().parameters
 
 
-def test_a_vit_with_biases_grows_in_depth_exactly_and_is_not_widened():
+def test_a_vit_with_biases_grows_in_depth_exactly():
     model = trained(VIT)
     torch.testing.assert_close(grow(model, layers=3)(X), model(X), rtol=0, atol=1e-5)
-    with pytest.raises(UserError, match="widening is for language models"):
-        grow(model, dim=64)
 
 
 def test_the_verbs_grow_and_shrink_on_random_pixels_and_stream(folder, tmp_path, capsys):

@@ -35,10 +35,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", nargs="+", metavar="RULE", help=rules)
     add("--tau", choices=["hold", "sqrt_n"], help="τ where rows are appended (default: hold for zero_key, else sqrt_n)")
     add("--positions", nargs="+", metavar="WHERE", help="new blocks: even (default), end, or their layer numbers")
-    add("--new-layers", choices=["identity", "stack"], help="identity blocks (default), or copies of the blocks")
-    add("--dim", type=int, metavar="N", help="widen by Net2Net: exact for whole multiples")
-    add("--ffn-dim", type=int, metavar="N", help="widen the MLP of a baseline alone: exact")
-    add("--widen", choices=["net2net", "block"], help="the rule of --dim and --ffn-dim (block: the paper's form)")
     add("--seed", type=int, default=0, help="of the new values (default 0)")
     verify = "run both models and print a certificate (default; without it one tensor at a time is in memory)"
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
@@ -117,10 +113,10 @@ def _sizes(config: "ModelConfig", wanted: "ModelConfig") -> dict[str, Any]:
     """Return the sizes in which the wanted model differs from this one."""
     from tokenformer.growth.shape import sizes
 
-    if (config.kind, config.dim) != (wanted.kind, wanted.dim):
+    if (config.kind, config.dim, config.mlp_dim) != (wanted.kind, wanted.dim, wanted.mlp_dim):
         raise UserError(
             f"--to names a {wanted.kind} of dim {wanted.dim}, but this is a {config.kind} of dim {config.dim}: "
-            "tokens and layers grow at the same dim (--dim widens)"
+            "tokens and layers grow, at the same dim and ffn_dim"
         )
     now, then = sizes(config), sizes(wanted)
     if uneven := [name for name, size in then.items() if isinstance(size, list)]:

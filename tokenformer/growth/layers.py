@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tokenformer.errors import UserError
 from tokenformer.growth.make import fill_rows
-from tokenformer.growth.recipes import Appended, Recipe
+from tokenformer.growth.recipes import Recipe
 from tokenformer.growth.shape import Segments, total
 from tokenformer.growth.tokens import RULES, check_rule, choose_tau, grow_segments
 from tokenformer.models.init import draw
@@ -63,13 +63,13 @@ def plan_layers(
 
 def recipes_of(module: nn.Module, plans: Mapping[str, tuple[Segments, Segments]], rule: str) -> dict[str, Recipe]:
     """A recipe for each parameter of the grown module."""
-    found: dict[str, Recipe] = {name: Appended(old=name) for name, _ in module.named_parameters()}
+    found: dict[str, Recipe] = {name: Recipe(old=name) for name, _ in module.named_parameters()}
     for layer, (old, new) in plans.items():
         at = f"{layer}.segments." if layer else "segments."
         for half, fill in zip(HALVES, RULES[rule], strict=True):
             like, last = tuple(f"{at}{i}.{half}" for i in range(len(old))), f"{at}{len(new) - 1}.{half}"
             rows = total(new) - total(old)
-            found[last] = Appended(None if rule == "segment" else last, rows, fill, like)
+            found[last] = Recipe(None if rule == "segment" else last, rows, fill, like)
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.errors import UserError
-from tokenformer.growth.recipes import ALL, Appended, Copied, Fill, Plan, Widened
+from tokenformer.growth.recipes import ALL, Fill, Plan, Recipe
 from tokenformer.models.init import draw, initial
 
 
@@ -25,17 +25,12 @@ def make_tensors(plan: Plan, old: Mapping[str, Tensor]) -> Iterator[tuple[str, T
 def make_tensor(plan: Plan, name: str, old: Mapping[str, Tensor]) -> Tensor:
     """One tensor of the grown model: the old one itself where nothing changes."""
     recipe = plan.recipes[name]
-    if isinstance(recipe, Copied):
-        tensor = old[recipe.old].detach().clone()
-    elif isinstance(recipe, Widened):
-        tensor = _widen(plan, name, recipe, old[recipe.old])
-    elif recipe.old is None:
+    if recipe.old is None:
         return _new_rows(plan, name, recipe, old)
-    elif recipe.new_rows:
-        tensor = torch.cat([old[recipe.old].detach(), _new_rows(plan, name, recipe, old)])
-    else:
-        tensor = old[recipe.old]
-    return _add_noise(plan, name, tensor, max(recipe.new_rows, 0)) if name in plan.noise else tensor
+    tensor = old[recipe.old]
+    if recipe.new_rows:
+        tensor = torch.cat([tensor.detach(), _new_rows(plan, name, recipe, old)])
+    return _add_noise(plan, name, tensor, recipe.new_rows) if name in plan.noise else tensor
 
 
 def _add_noise(plan: Plan, name: str, tensor: Tensor, new_rows: int) -> Tensor:
@@ -46,7 +41,7 @@ def _add_noise(plan: Plan, name: str, tensor: Tensor, new_rows: int) -> Tensor:
     return tensor
 
 
-def _new_rows(plan: Plan, name: str, recipe: Appended, old: Mapping[str, Tensor]) -> Tensor:
+def _new_rows(plan: Plan, name: str, recipe: Recipe, old: Mapping[str, Tensor]) -> Tensor:
     like, key = [old[name] for name in recipe.like], f"growth {plan.number}/{name}"
     rows = len(like[0]) if recipe.new_rows == ALL else recipe.new_rows
     first = functools.partial(initial, name, config=plan.config, seed=plan.seed, ends={}, key=key)
@@ -76,35 +71,3 @@ def rms(tensors: list[Tensor]) -> float:
     """
     squares = sum(t.detach().double().square().sum().item() for t in tensors)
     return math.sqrt(squares / max(1, sum(t.numel() for t in tensors)))
-
-
-def _widen(plan: Plan, name: str, recipe: Widened, tensor: Tensor) -> Tensor:
-    """Copy rows and columns, and divide the weights that read copies."""
-    if not recipe.new_rows:
-        return tensor
-    old, key = tensor.detach(), f"growth {plan.number}/{name}"
-    if recipe.block:
-        shape = [new for _, new in (recipe.rows or (0, len(old)), recipe.columns or (0, old.shape[-1]))][: old.ndim]
-        new = initial(name, tuple(shape), plan.config, plan.seed, plan.ends, key).to(old)
-        new[tuple(slice(n) for n in old.shape)] = old
-        return new
-    for dim, size in ((0, recipe.rows), (1, recipe.columns)):
-        if size is not None:
-            old = old.index_select(dim, torch.arange(size[1], device=old.device) % size[0])
-    size, dim = (recipe.columns, old.ndim - 1) if recipe.divide == "columns" else (recipe.rows, 0)
-    if recipe.divide is None or size is None:
-        return old
-    source = torch.arange(size[1]) % size[0]
-    count = source.bincount(minlength=size[0]).to(old)
-    per_unit = count[source.to(old.device)]
-    new = old / (per_unit if dim == old.ndim - 1 else per_unit[:, None])
-    if recipe.noise and old.ndim == 2:
-        noise = _cancel(draw(plan.seed, key, tuple(new.shape)).to(new), source.to(new.device), count)
-        new = new + noise * (recipe.noise * rms([new]))
-    return new
-
-
-def _cancel(noise: Tensor, source: Tensor, count: Tensor) -> Tensor:
-    """Subtract from noise (rows, units) its mean over the copies of each unit, so that it sums to zero over them."""
-    sums = torch.zeros(len(noise), len(count), dtype=noise.dtype, device=noise.device).index_add_(1, source, noise)
-    return noise - (sums / count)[:, source]

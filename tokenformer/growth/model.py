@@ -35,12 +35,7 @@ def grow(
     positions: str | Sequence[int] | None = None,
     new_tokens: str | Mapping[str, str] | None = None,
     tau: str | Mapping[str, str] | None = None,
-    new_layers: str | None = None,
-    dim: int | None = None,
-    ffn_dim: int | None = None,
-    widen: str | None = None,
     noise: float = 0.0,
-    copy_noise: float = 0.1,
     seed: int = 0,
     share: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
@@ -50,9 +45,8 @@ def grow(
     `new_tokens`: `segment` (default: its own normalisation; exact for every Θ), `zero_key` (exact with τ held, not for
     softmax), `zero_value`, `random` (the official rule); one for all, or `{"ffn": "random", "qkv": "segment"}`.
     `tau` of appended rows: `hold` (default of `zero_key`) or `sqrt_n`. `layers` inserts identity blocks: `positions` is
-    `even` (default), `end` or their layer numbers. `on`: which trunk of a model that has several. Rivals to compare
-    with: `new_layers="stack"` copies blocks, `dim` and `ffn_dim` widen by Net2Net (`widen="block"`: the paper's form).
-    With `share` the Parameters that did not change are the old model's own; otherwise they are copied.
+    `even` (default), `end` or their layer numbers. `on`: which trunk of a model that has several. With `share` the
+    Parameters that did not change are the old model's own; otherwise they are copied.
 
     `optimizer`: the torch optimizer of your own loop; from here on it trains the grown model. Its groups and settings
     stay, old rows keep their state and new ones begin fresh, so the loss does not jump. It may be AdamW, SGD or any

@@ -8,12 +8,10 @@ from collections.abc import Iterable, Mapping
 
 from tokenformer.config import ModelConfig
 from tokenformer.config_growth import Growth
-from tokenformer.growth.net2net import plan_stacking, plan_widening
 from tokenformer.growth.recipes import Plan
 from tokenformer.growth.shape import trunk_of
 from tokenformer.growth.tokens import plan_tokens_and_layers
 from tokenformer.models.names import Role, parse
-from tokenformer.strict import need
 
 
 def plan_growth(
@@ -37,15 +35,7 @@ def plan_growth(
     config, on = config.resolved(), growth.on
     trunk = trunk_of(config, on)
     parsed = [parse(name, ends or {}) for name in names]
-    wide = growth.dim is not None or growth.ffn_dim is not None
-    need(wide or growth.widen is None, "widen is about width: give dim or ffn_dim with it")
-    need(
-        growth.new_layers in (None, "identity", "stack"),
-        f"new_layers is '{growth.new_layers}', but must be identity or stack",
-    )
-    stack = growth.new_layers == "stack"
-    make_plan = plan_widening if wide else plan_stacking if stack else plan_tokens_and_layers
-    found = make_plan(trunk, parsed, growth)
+    found = plan_tokens_and_layers(trunk, parsed, growth)
     event = {"what": found.event.pop("what"), "number": number, **({"on": on} if on else {}), "seed": seed}
     old_tokens = {n.text for n in parsed if n.token}
     noisy = {name for name, recipe in found.recipes.items() if growth.noise and recipe.old in old_tokens}

@@ -11,12 +11,11 @@ from tokenformer.config import ModelConfig
 from tokenformer.models.names import Role
 
 Fill = Literal["zero", "one", "matched", "official"]
-Size = tuple[int, int]  # units before and after; unit j after is a copy of unit j mod before
 ALL = -1  # new_rows: all rows are new, as many as the parameter `like` has
 
 
 @dataclass(frozen=True)
-class Appended:
+class Recipe:
     """The rows of an old parameter, then new rows."""
 
     old: str | None  # the old parameter whose rows come first; None: all rows are new
@@ -28,41 +27,6 @@ class Appended:
     def source(self) -> str:
         """The old parameter whose type, and whose place in an optimizer, this one takes."""
         return self.old or self.like[0]
-
-
-@dataclass(frozen=True)
-class Widened:
-    """An old parameter with rows and columns copied; a weight that reads copied units is divided between the copies."""
-
-    old: str
-    rows: Size | None = None
-    columns: Size | None = None
-    divide: str | None = None  # `rows` or `columns`: the side that reads copied units
-    block: bool = False  # the paper's form: the old matrix in a corner, a new model's values elsewhere
-    noise: float = 0.0  # relative to the RMS, summing to zero over the copies of a unit
-
-    @property
-    def new_rows(self) -> int:
-        return ALL if self.rows or self.columns else 0
-
-    @property
-    def source(self) -> str:
-        return self.old
-
-
-@dataclass(frozen=True)
-class Copied:
-    """A second copy of an old parameter, with a copy of what the optimizer keeps for it."""
-
-    old: str
-    new_rows = ALL
-
-    @property
-    def source(self) -> str:
-        return self.old
-
-
-Recipe = Appended | Widened | Copied
 
 
 @dataclass(frozen=True)
@@ -81,4 +45,4 @@ class Plan:
     @property
     def kept(self) -> set[str]:
         """Parameters of the grown model that were there before."""
-        return {name for name, recipe in self.recipes.items() if recipe.old and not isinstance(recipe, Copied)}
+        return {name for name, recipe in self.recipes.items() if recipe.old}

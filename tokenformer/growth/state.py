@@ -1,5 +1,5 @@
 """What happens to an optimizer's state at a growth: old rows keep theirs, new rows begin at zero, new parameters have
-none yet, and parameters of stacked blocks take a copy.
+none yet.
 
 Unusual: new rows do not copy the second moment of old ones. Their gradients scale with values that are still near zero,
 so with a copied second moment they would hardly move (docs/growth.md has the figures).
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from tokenformer.growth.recipes import Appended, Copied, Plan, Recipe
+from tokenformer.growth.recipes import Plan, Recipe
 from tokenformer.strict import need
 
 State = dict[str, dict[str, Tensor]]  # parameter → what an optimizer keeps for it: exp_avg, exp_avg_sq, step, momentum
@@ -22,22 +22,16 @@ def grow_state(plan: Plan, old: State) -> State:
     """The optimizer's state after the growth. New parameters have none: the optimizer begins it at its first step."""
     found = {}
     for name, recipe in plan.recipes.items():
-        if recipe.old in old and (entry := grow_entry(recipe, old[recipe.old])) is not None:
-            found[name] = entry
+        if recipe.old in old:
+            found[name] = grow_entry(recipe, old[recipe.old])
     return found
 
 
-def grow_entry(recipe: Recipe, entry: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """The state of one parameter: new rows get zero moments; the step count stays the parameter's. A widened parameter
-    keeps nothing: the moments of a divided weight are not those of the whole.
-    """
-    if isinstance(recipe, Copied):
-        return {key: t.clone() if isinstance(t, Tensor) else t for key, t in entry.items()}
-    if not recipe.new_rows:
-        return entry
-    if not isinstance(recipe, Appended):
-        return None
+def grow_entry(recipe: Recipe, entry: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of one parameter: new rows get zero moments; the step count stays the parameter's."""
     rows = recipe.new_rows
+    if not rows:
+        return entry
     shaped = {key: t for key, t in entry.items() if isinstance(t, Tensor) and t.ndim}
     return entry | {key: torch.cat([t, t.new_zeros(rows, *t.shape[1:])]) for key, t in shaped.items()}
 
@@ -48,7 +42,7 @@ def warn_of_beta2(recipes: Mapping[str, Recipe], beta2: float) -> str | None:
     Zero moments with an old step count get no bias correction: the first update of an appended row is up to
     (1 − β1)/√(1 − β2) times the rate and grows for 1/(1 − β1) steps: 1.1 at β2 = 0.95, 6.6 at 0.999.
     """
-    appended = sum(isinstance(r, Appended) and r.old is not None and r.new_rows > 0 for r in recipes.values())
+    appended = sum(r.old is not None and r.new_rows > 0 for r in recipes.values())
     if not appended or beta2 <= SAFE_BETA2:
         return None
     return (
@@ -99,8 +93,8 @@ def carry_optimizer(
         group["params"].append(new[name])
         if "param_names" in group:
             group["param_names"].append(name)
-        if recipe.old in state and (entry := grow_entry(recipe, state[recipe.old])) is not None:
-            optimizer.state[new[name]] = entry
+        if recipe.old in state:
+            optimizer.state[new[name]] = grow_entry(recipe, state[recipe.old])
     for beta2 in {group["betas"][1] for group in optimizer.param_groups if "betas" in group}:
         if state and (message := warn_of_beta2(recipes, beta2)):
             warnings.warn(message, stacklevel=3)

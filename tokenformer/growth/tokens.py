@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tokenformer.config import PROJECTION_OF, PROJECTIONS, ModelConfig
 from tokenformer.config_growth import Growth
 from tokenformer.errors import UserError
-from tokenformer.growth.recipes import ALL, Appended, Fill, Plan
+from tokenformer.growth.recipes import ALL, Fill, Plan, Recipe
 from tokenformer.growth.shape import Segments, Table, sizes, table, total, with_table
 from tokenformer.models.names import Name
 from tokenformer.strict import need
@@ -140,16 +140,16 @@ def grow_segments(old: Segments, target: int | None, rule: str, tau_rule: str, s
 
 def recipes(
     names: Sequence[Name], on: str, blocks: Blocks, old: Table, new: Table, rules: Mapping[str, str]
-) -> dict[str, Appended]:
+) -> dict[str, Recipe]:
     """A recipe for each parameter of the grown model, layer by layer. What is outside the blocks of `on` is kept."""
     by_layer: dict[int, list[Name]] = {}
     for name in names:
         if name.trunk == on and name.layer is not None:
             by_layer.setdefault(name.layer, []).append(name)
-    found: dict[str, Appended] = {}
+    found: dict[str, Recipe] = {}
     for name in names:
         if name.trunk != on or name.layer is None:
-            found[name.text] = Appended(old=name.text)
+            found[name.text] = Recipe(old=name.text)
         elif by_layer:  # all blocks come where the first one came: parameters keep their order
             for layer, (source, is_new) in enumerate(blocks):
                 segments = {which: (of_layers[source], new[which][layer]) for which, of_layers in old.items()}
@@ -160,13 +160,13 @@ def recipes(
 
 def _block(
     layer: int, names: Iterable[Name], is_new: bool, segments: Mapping[str, tuple[Segments, Segments]], rules: Mapping
-) -> dict[str, Appended]:
+) -> dict[str, Recipe]:
     """The recipes of one block of the grown model. `names`: of the old block that it is, or is shaped like."""
-    found: dict[str, Appended] = {}
+    found: dict[str, Recipe] = {}
     for name in names:
         here = name._replace(layer=layer)
         if name.segment is None:
-            found[here.text] = _new_matrix(name) if is_new else Appended(old=name.text)
+            found[here.text] = _new_matrix(name) if is_new else Recipe(old=name.text)
             continue
         old, new = segments[PROJECTION_OF[name.projection]]
         like = tuple(name._replace(segment=i).text for i in range(len(old)))
@@ -176,14 +176,14 @@ def _block(
             fill = "zero" if value and name.projection in ("proj", "ffn") else "matched"
         elif name.segment < len(new):
             rows = new[name.segment][0] - old[name.segment][0]
-            found[here.text] = Appended(name.text, rows, fill, like)
+            found[here.text] = Recipe(name.text, rows, fill, like)
         if name.segment == len(old) - 1:  # the new segments come after the last old one; in a new block all are new
             for i in range(0 if is_new else len(old), len(new)):
-                found[here._replace(segment=i).text] = Appended(None, new[i][0], fill, like)
+                found[here._replace(segment=i).text] = Recipe(None, new[i][0], fill, like)
     return found
 
 
-def _new_matrix(like: Name) -> Appended:
+def _new_matrix(like: Name) -> Recipe:
     """A matrix or norm of a new block: zero where it writes to the residual stream."""
     fills: dict[str, Fill] = {"outward": "zero", "zero": "zero", "one": "one"}
-    return Appended(None, ALL, fills.get(like.role.kind, "matched"), (like.text,))
+    return Recipe(None, ALL, fills.get(like.role.kind, "matched"), (like.text,))

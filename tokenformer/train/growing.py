@@ -12,7 +12,7 @@ from tokenformer.config_growth import GrowthStage
 from tokenformer.growth.make import make_tensor
 from tokenformer.growth.model import apply_plan
 from tokenformer.growth.plan import plan_growth
-from tokenformer.growth.recipes import Appended, Plan, Recipe
+from tokenformer.growth.recipes import Plan, Recipe
 from tokenformer.growth.state import State, grow_entry, grow_state, warn_of_beta2
 from tokenformer.models.names import parse
 from tokenformer.parallel.layout import Layout, Wholes
@@ -61,7 +61,7 @@ def grow(
 
 def _enter(recipe: Recipe, entry: dict[str, Tensor], tensor: Tensor) -> None:
     """Give rows that were appended to a parameter their values as average."""
-    if AVERAGE in entry and isinstance(recipe, Appended) and recipe.new_rows > 0:
+    if AVERAGE in entry and recipe.new_rows > 0:
         entry[AVERAGE][-recipe.new_rows :] = tensor.detach()[-recipe.new_rows :]
 
 
@@ -75,7 +75,8 @@ def grow_sharded(layout: Layout, growth: Plan, parallelizer: Parallelizer, old: 
         if name in new.named:
             new.named[name].detach().copy_(new.take(name, tensor))
         entry = layout.whole_state(recipe.old, old) if recipe.old else {}
-        if entry and (whole := grow_entry(recipe, entry)) is not None and name in new.named:
+        if entry and name in new.named:
+            whole = grow_entry(recipe, entry)
             _enter(recipe, whole, tensor)
             state[name] = {kind: new.take(name, tensor) for kind, tensor in whole.items()}
     return new, state
