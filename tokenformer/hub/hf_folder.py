@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.config import ModelConfig, build, to_dict
+from tokenformer.data.images.decode import resized_to
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, atomic_folder, check_manifest
 from tokenformer.hub.fill import fill
@@ -101,13 +102,13 @@ def load_hf(folder: str | Path) -> LanguageModel:
 
 def _processor(model: Any) -> dict[str, Any]:
     """A processor of transformers that needs no torchvision: shorter side resized, centre cut out, normalised."""
-    images, sides = model.images, [side * model.config.patch for side in model.config.grid]
-    shorter = round(min(sides) / images.get("crop_pct", 0.875))
+    images, size = model.images, model.images.get("size")
+    sides = [size, size] if size else [side * model.config.patch for side in model.config.grid]
     return {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": max(shorter, *sides)},
+        "size": {"shortest_edge": max(resized_to(min(sides), images.get("crop_pct", 0.875)), *sides)},
         "resample": 2 if images.get("interpolation") == "bilinear" else 3,
         "do_center_crop": True,
         "crop_size": {"height": sides[0], "width": sides[1]},
@@ -123,9 +124,12 @@ def _images(folder: Path, names: dict[str, str], config: ModelConfig) -> dict[st
     """What an image model knows of its images, from transformers' files."""
     path = folder / "preprocessor_config.json"
     raw = read_json(path) if path.is_file() else {}
-    shorter = (raw.get("size") or {}).get("shortest_edge")
+    shorter, crop = (raw.get("size") or {}).get("shortest_edge"), raw.get("crop_size")
+    cut = [crop.get(side) for side in ("height", "width")] if isinstance(crop, dict) else []
+    sides = [n for n in cut if isinstance(n, int)] or [side * config.patch for side in config.grid]
     found = {"classes": [names[i] for i in sorted(names, key=int)], "mean": raw.get("image_mean")}
-    found |= {"std": raw.get("image_std"), "crop_pct": min(config.grid) * config.patch / shorter if shorter else None}
+    found |= {"size": sides[0] if sides[0] == sides[-1] else None, "std": raw.get("image_std")}
+    found["crop_pct"] = min(sides) / shorter if shorter else None
     found["interpolation"] = {2: "bilinear", 3: "bicubic"}.get(raw.get("resample", 0))
     return {name: value for name, value in found.items() if value is not None}
 
