@@ -3,6 +3,7 @@
 Files are JSON lines (also .xz) with the fields that docs/evaluation.md lists.
 """
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -222,11 +223,10 @@ def run_tasks(
         encoded[name] = [encode_pair(tokenizer, *pair) for question in questions[name] for pair in question.pairs]
         whose = [f"{name}, row {i}," for i, question in enumerate(questions[name], 1) for _ in question.pairs]
         check_pairs(encoded[name], whose, context or packed.config.context)
+    work = functools.partial(score, packed, context=context, tokens=tokens, advance=advance)
     out = {}
     for name in names:
-        scored = spread(
-            encoded[name], lambda some: score(packed, some, context=context, tokens=tokens, advance=advance)
-        )
+        scored = spread(encoded[name], work)
         each, at = [], 0
         for question in questions[name]:
             each.append(scored[at : at + len(question.pairs)])

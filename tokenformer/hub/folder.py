@@ -40,7 +40,7 @@ def read_history(folder: Path) -> list[dict]:
 
 
 def read_images(folder: Path) -> dict[str, Any]:
-    """Return what an image model knows of its images: names of the classes, mean, std, crop_pct, interpolation."""
+    """Return what an image model knows of images: names of the classes, size, mean, std, crop_pct, interpolation."""
     path = folder / "images.json"
     images = parse_json(read_text(path), str(path)) if path.exists() else {}
     if not isinstance(images, dict) or not all(isinstance(images.get(key, []), list) for key in ("classes", "mean")):
