@@ -79,9 +79,7 @@ class ModelConfig(Section, section="model"):
     theta: Literal["l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu"] = key(
         "Θ, the score normalisation (ops/pattention.py, THETAS)", "l2_norm_gelu"
     )
-    tau: dict[str, list[float]] = key(
-        "the scale inside Θ, e.g. {ffn: [48.0]}: one number per segment; absent = √n", make=dict
-    )
+    tau: dict[str, list[float]] = key("the scale inside Θ, e.g. {ffn: [48.0]}: one per segment; absent = √n", make=dict)
     switch: dict[str, list[str]] = key(
         'segments that count only in calls that give their switch, e.g. {ffn: ["", image]}: one name per segment, '
         '"" = always; absent = always',
@@ -116,9 +114,7 @@ class ModelConfig(Section, section="model"):
     rotary_fraction: float = key("share of each head's channels that is rotated", 0.25, least=0, most=1)
     rotary_base: float = key("base of the rotary frequencies", 10000.0, above=0)
     norm_eps: float = key("epsilon of LayerNorm or RMSNorm", 1e-5, above=0)
-    init: Literal["official", "centred"] = key(
-        "centred subtracts from all values their mean over the tokens", "official"
-    )
+    init: Literal["official", "centred"] = key("centred subtracts from values their mean over the tokens", "official")
 
     def __post_init__(self) -> None:
         super().__post_init__()

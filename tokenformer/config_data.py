@@ -36,6 +36,11 @@ class ImagesConfig(Section, section="data.images"):
         least=0,
     )
     classes: str | None = key("file with a class name per line; absent = the names that the data have", None)
+    labels: str | None = key(
+        "of images that all lie in one folder: a file with a line `FILE CLASS` each, Kaggle's CSV, or the list of "
+        "ImageNet's devkit (meta.mat beside it)",
+        None,
+    )
     image_column: str = key("column of the images in Parquet", "image")
     label_column: str = key("column of the class numbers in Parquet", "label")
     damaged: Literal["refuse", "skip"] = key(

@@ -50,7 +50,8 @@ def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
         size = os.stat(path).st_size
         if size > most:
             raise UserError(f"{path} has {size:,} bytes, more than the {most:,} that such a file may have: get it anew")
-        return Path(path).read_bytes().decode("utf-8-sig")
+        with open(path, "rb") as file:
+            return file.read(most).decode("utf-8-sig")  # files of the system have another size than they say
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file in UTF-8 (byte {error.start}): give one, or get it anew") from None
     except (OSError, ValueError) as error:
@@ -59,8 +60,11 @@ def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
 
 def first_text(path: str | Path, most: int = 100) -> str:
     """Read the beginning of a file that should hold a name: whatever the file is, it cannot fill the memory."""
-    with open(path, "rb") as file:
-        return file.read(most).decode(errors="replace")
+    try:
+        with open(path, "rb") as file:
+            return file.read(most).decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore it") from None
 
 
 def read_json(path: str | Path) -> dict:

@@ -50,7 +50,7 @@ def test_every_damaged_image_is_named_with_its_reason(capsys, tmp_path):
     (root / "train" / "ant" / "066.jpg").write_bytes(b"no image")
     (root / "val" / "bee" / "085.jpg").write_bytes(p.encoded(p.picture(1))[:400])
     code, said, _ = run(capsys, root, "--check", "data.workers=0")
-    assert code == 1 and said.endswith("2 images are damaged\n")
+    assert code == 2 and said.endswith("2 images are damaged\n")
     assert f"{root}/train/ant/066.jpg: it is no JPEG, PNG" in said and f"{root}/val/bee/085.jpg: it cannot be" in said
 
 

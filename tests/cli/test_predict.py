@@ -126,7 +126,7 @@ def test_a_class_index_says_which_folder_is_which_class(place, capsys, tmp_path)
         how = ["--class-index", tmp_path / file, "--out", tmp_path / "r.json", "--force"]
         assert run(capsys, "eval", place / "model", "--images", tmp_path / "set", *how)[0] == 0
         found, expected = json.loads((tmp_path / "r.json").read_text()), expected_figures(place)
-        assert {key: found[key] for key in expected} == expected and found["part"] == "train"
+        assert {key: found[key] for key in expected} == expected and found["part"] == "all"
         assert [c["class"] for c in found["classes"].values()] == p.CLASSES
     code, _, err = run(capsys, "eval", place / "model", "--images", tmp_path / "set")
     assert code == 2 and "is none of the 3 classes" in err and err.count("\n") == 1
@@ -136,7 +136,7 @@ def test_a_damaged_image_counts_in_no_figure(place, capsys, tmp_path):
     shutil.copytree(place / "set", tmp_path / "set")
     (tmp_path / "set/val/bee/01.png").write_text("no image")
     code, out, err = run(capsys, "eval", place / "hf", "--images", tmp_path / "set")
-    assert code == 0 and "11 images (validation)" in out and "1 damaged ones left out" in out
+    assert code == 2 and "11 images (validation)" in out and "1 damaged ones left out" in out
     assert f"{tmp_path}/set/val/bee/01.png is damaged (it is no JPEG" in err
 
 

@@ -1,5 +1,8 @@
 """Image models for transformers: its Auto classes and pipeline, with our package and without it, and back."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +10,11 @@ import torch
 from tests.hub.test_images import VIT, X, trained
 from tests.hub.test_remote import run_without_us
 from tokenformer import load, save
+from tokenformer.data.images.decode import Cropping
+from tokenformer.infer.images import reading
 
 IMAGES = {"classes": [f"class {i}" for i in range(10)], "mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}
-IMAGES |= {"crop_pct": 0.8, "interpolation": "bicubic"}
+IMAGES |= {"crop_pct": 0.8, "interpolation": "bicubic", "size": 32}
 READER = """
 import importlib.util, json, os, sys
 sys.path[:] = [p for p in sys.path if not p.endswith("-packages")] + sys.argv[1].split(os.pathsep)
@@ -60,3 +65,17 @@ def test_a_folder_is_read_back_with_names_and_processor(tmp_path):
     save(model, tmp_path / "vit", format="hf")
     found = load(tmp_path / "vit")
     assert torch.equal(found(X), model(X)) and found.images == IMAGES and found.config == model.config
+
+
+@pytest.mark.parametrize("crop_pct, shorter", [(0.9, 26), (0.875, 27), (1.0, 24)])
+def test_an_export_says_the_size_of_training_and_the_same_shorter_side_as_evaluation(tmp_path, crop_pct, shorter):
+    """Trained on 24² where the model's own is 32²: 24 / 0.9 = 26.7, which evaluation rounds down as timm does."""
+    model = trained(VIT)
+    model.images = {**IMAGES, "crop_pct": crop_pct, "size": 24}
+    save(model, tmp_path / "vit", format="hf")
+    processor = json.loads((tmp_path / "vit" / "preprocessor_config.json").read_text())
+    assert processor["crop_size"] == {"height": 24, "width": 24} and processor["size"] == {"shortest_edge": shorter}
+    found, size = reading(load(tmp_path / "vit"))
+    picture = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    one, other = (Cropping(24, dataclasses.replace(found, crop_pct=c)) for c in (crop_pct, found.crop_pct))
+    assert size == 24 and np.array_equal(one.evaluation(picture), other.evaluation(picture))

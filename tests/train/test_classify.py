@@ -1,5 +1,6 @@
 """Classification on the icons of examples/: learned, killed, resumed, grown, averaged, sharded, fine-tuned."""
 
+import json
 import os
 import shutil
 import signal
@@ -257,3 +258,41 @@ def test_drop_path_fits_a_last_micro_batch_that_is_not_full(file):
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_predict_eval_and_exports_read_the_average_and_the_size_of_training(file, tmp_path, capsys):
+    """Averaged and raw weights give other figures; an export has those of the average. The model's own size is 32."""
+    how = ["steps=6", "data.images.size=24", "data.images.crop_pct=0.9", "validation={every: 0, samples: 40}"]
+    train(file, tmp_path / "run", *how)
+    said = [row for row in read_rows(tmp_path / "run") if row["kind"] == "validation"][-1]
+
+    def asked(source: Path, *words: str) -> tuple[float, list[float]]:
+        assert main(["eval", str(source), "--images", str(ICONS), "--out", str(tmp_path / "r"), "--force", *words]) == 0
+        found = json.loads((tmp_path / "r").read_text())
+        assert found["size"] == 24
+        capsys.readouterr()
+        assert main(["predict", str(source), str(ICONS / "val/food"), "--json", "--top", "1", *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return found["loss"], [json.loads(line)["classes"][0]["share"] for line in lines]
+
+    loss, shares = asked(tmp_path / "run")
+    other, others = asked(tmp_path / "run", "--weights", "raw")
+    assert loss == pytest.approx(said["loss"], rel=1e-5) and abs(other - loss) > 1e-3 and others != shares
+    for choice, wanted in (("average", (loss, shares)), ("raw", (other, others))):
+        for form in ("hf", "ours"):
+            out = tmp_path / f"{form}-{choice}"
+            words = ["convert", str(tmp_path / "run"), "--to", form, "--out", str(out)]
+            main([*words, "--weights", "raw"] if choice == "raw" else words)
+            found = asked(out)
+            assert found[0] == pytest.approx(wanted[0], rel=1e-5) and found[1] == pytest.approx(wanted[1], rel=1e-4)
+
+
+def test_a_compiled_run_with_drop_path_mixup_and_ema_is_the_same(file, tmp_path):
+    """Blocks are compiled, in training and validation; only rounding differs (1e-4; losses 1e-5)."""
+    how = ["steps=4", "validation.every=2"]
+    runs = [train(file, tmp_path / name, *how, f"train.compile={name}") for name in ("none", "aot_eager")]
+    assert [all(b._compiled_call_impl for b in r.model.blocks) for r in runs] == [False, True]
+    for name, tensor in runs[0].average.tensors.items():
+        torch.testing.assert_close(runs[1].average.tensors[name], tensor, rtol=1e-4, atol=1e-6)
+    losses = [[row["loss"] for row in read_rows(tmp_path / n) if "loss" in row] for n in ("none", "aot_eager")]
+    assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-5)

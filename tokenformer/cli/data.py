@@ -54,7 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     images.add_argument("--out", default="sheet.png", metavar="FILE", help="the contact sheet (default: sheet.png)")
     images.add_argument("--count", type=int, default=8, metavar="N", help="images on it (default: 8)")
     images.add_argument("--force", action="store_true", help="replace the file if it is there")
-    images.add_argument("--check", action="store_true", help="decode every image, name the damaged ones, draw nothing")
+    images.add_argument("--check", action="store_true", help="name the damaged images (exit code 2), draw nothing")
     images.set_defaults(action=_images)
 
 
@@ -100,9 +100,7 @@ def _peek(args: argparse.Namespace) -> None:
 
     source = Indexed(args.set)
     if not 0 <= args.document < source.documents:
-        raise UserError(
-            f"{source.prefix.name} has no document {args.document}: they go from 0 to {source.documents - 1}"
-        )
+        raise UserError(f"{source.prefix.name} has no document {args.document}: give 0 to {source.documents - 1}")
     ids = source.document(args.document)
     shown = ids[: max(0, args.tokens)].tolist()
     if args.ids:
@@ -157,7 +155,7 @@ def _images(args: argparse.Namespace) -> int:
     if args.check:
         found = [f"{images.name(i)}: {why}" for images in parts.values() for i, why in damaged_images(data, images)]
         print(*found, f"{len(found):,} images are damaged", sep="\n")
-        return 1 if found else 0
+        return 2 if found else 0
     model = raw.get("model", {}).get("image_size")
     size = settings.size or (model if isinstance(model, int) else 224)
     with files.atomic_file(args.out) as beside:

@@ -6,12 +6,15 @@ example: tokenformer eval my-folder --text book.txt --stride 512
          tokenformer eval Haiyang-W/TokenFormer-150M --tasks lambada_openai,piqa
          tokenformer eval runs/icons --images examples/icons --confusion confusion.png
          tokenformer eval vit --images imagenet/val --class-index imagenet_class_index.json
+         tokenformer eval vit --images val --labels LOC_val_solution.csv --class-index LOC_synset_mapping.txt
          torchrun --nproc-per-node 8 -m tokenformer eval my-folder --tasks all
 
 MODEL is a folder, a run, official weights (with their config files, if none is beside them) or a hub name. Tasks come
 through EleutherAI's harness (pip install 'tokenformer[eval]'), any of its tasks by name; with --data-dir the six of the
 paper from local files, offline, and without the harness by our own scorer (--native), which gives the same. --images
-takes what data.path takes: folders of classes, shards, Parquet, CIFAR, MNIST; a damaged image counts in no figure.
+takes what data.path takes: folders of classes, shards, Parquet, CIFAR, MNIST, or one folder and --labels. They are read
+as in the model's training, unless words such as data.images.crop_pct=1 say otherwise. A damaged image is named and
+counts in no figure, and the exit code is then 2.
 """
 
 import argparse
@@ -27,13 +30,15 @@ WORST = 20  # classes in the table, where there are many
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", nargs="+", metavar="MODEL", help="weights, and official config files")
+    add("source", nargs="+", metavar="MODEL", help="weights, and official config files; with --images: data.KEY=VALUE")
     add("--text", action="append", default=[], help="a text file or prepared set; may be given several times")
     part = "of prepared sets (default: the whole) or images (default: validation, where there is one, else all)"
     add("--part", choices=["train", "validation", "test"], help=part)
     add("--images", metavar="PATH", help="labelled images, for an image model")
     index = "which folder is which class: imagenet_class_index.json, or a line for each class"
     add("--class-index", type=Path, metavar="FILE", help=index)
+    labels = "of images that all lie in one folder: a line `FILE CLASS` each, Kaggle's CSV, or the devkit's list"
+    add("--labels", metavar="FILE", help=labels)
     add("--confusion", type=Path, metavar="FILE", help="with --images: a PNG of which classes are taken for which")
     add("--size", type=int, metavar="N", help="with --images: pixels of the square that the model sees")
     add("--batch", type=int, default=64, help="with --images: how many at a time (default 64)")
@@ -53,7 +58,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int | None:
     from tokenformer.config import load
     from tokenformer.config_data import DataConfig
     from tokenformer.data.text.inputs import find_inputs
@@ -74,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
         if names or args.text:
             raise UserError("--images is for image models, --text and --tasks for language models: give one of them")
         return measure_images(args)
-    for option in ("class_index", "confusion", "size"):
+    for option in ("class_index", "labels", "confusion", "size"):
         if getattr(args, option) is not None:
             raise UserError(f"--{option.replace('_', '-')} goes with --images: give them too, or leave it out")
     if not names and not args.text:
@@ -93,9 +98,8 @@ def run(args: argparse.Namespace) -> None:
         check_writable(args.out, args.force)
     source, configs, _ = split_words(args.source)
     device = local_device(args.device)
-    opened = open_model(
-        source, configs, tokenizer=args.tokenizer, device=device, dtype=args.dtype, weights=args.weights
-    )
+    how = {"device": device, "dtype": args.dtype, "weights": args.weights}
+    opened = open_model(source, configs, tokenizer=args.tokenizer, **how)
     tokenizer, model = opened.tokenizer, opened.model.eval()
     context, stride = window(model.config.context, args.context, args.stride)
     results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters}
@@ -118,21 +122,25 @@ def run(args: argparse.Namespace) -> None:
     leave()
 
 
-def measure_images(args: argparse.Namespace) -> None:
+def measure_images(args: argparse.Namespace) -> int:
     import dataclasses
 
     import numpy as np
 
+    from tokenformer.config import load
+    from tokenformer.config_data import DataConfig, ImagesConfig
     from tokenformer.data.images.stored import Some
     from tokenformer.eval.images import answers, open_labelled, read_class_index, summary
     from tokenformer.eval.ranks import leave, local_device, rank
     from tokenformer.files import atomic_file, check_writable, write_text
     from tokenformer.hub.open import open_model, split_words
     from tokenformer.infer.images import class_names, reading
+    from tokenformer.strict import build, override
     from tokenformer.terminal import progress
     from tokenformer.train.plot import draw_confusion, need_matplotlib
 
-    source, configs, _ = split_words(args.source)
+    told = [word for word in args.source if word.startswith("data.") and "=" in word]
+    source, configs, _ = split_words([word for word in args.source if word not in told])
     for path in (args.out, args.confusion):
         if path:
             check_writable(path, args.force)
@@ -147,10 +155,17 @@ def measure_images(args: argparse.Namespace) -> None:
         )
     model = opened.model.eval()
     settings, size = reading(model, args.size)
-    settings, names = dataclasses.replace(settings, damaged="skip"), class_names(model)
+    data = load(opened.run).data if opened.run else DataConfig()
+    keys = dataclasses.asdict(settings) | {"damaged": "skip", "labels": args.labels, "size": size}
+    if data.images:
+        keys |= {name: getattr(data.images, name) for name in ("image_column", "label_column")}
+    data = build(
+        DataConfig, override({"data": {"path": args.images, "cache": data.cache, "images": keys}}, told)["data"], "data"
+    )
+    settings, names = data.images or ImagesConfig(), class_names(model)
     if index:
         names[: len(index[1])] = index[1]
-    images, part = open_labelled(args.images, settings, args.part, index[0] if index else model.images.get("classes"))
+    images, part = open_labelled(data, args.part, index[0] if index else model.images.get("classes"))
     if args.limit:
         images = Some(images, np.arange(min(args.limit, len(images))))
     if len(images.classes) > len(names):
@@ -158,7 +173,7 @@ def measure_images(args: argparse.Namespace) -> None:
             f"{args.images} has {len(images.classes):,} classes but the model {len(names):,}: give data of these"
         )
     with progress(f"looking at {Path(args.images).name}", len(images), " images") as advance:
-        found = answers(model, images, settings, size, args.batch, advance)
+        found = answers(model, images, settings, settings.size or size, args.batch, advance)
     if rank() == 0:
         for answer in found:
             if answer.damage:
@@ -166,7 +181,7 @@ def measure_images(args: argparse.Namespace) -> None:
                     f"{images.name(answer.index)} is damaged ({answer.damage}): it counts in no figure", file=sys.stderr
                 )
         results = {"model": str(source), "parameters": model.cost().parameters, "data": args.images, "part": part}
-        results |= {"size": size, **summary(found, names)}
+        results |= {"size": settings.size, **summary(found, names)}
         show_images(results)
         if args.confusion:
             with atomic_file(args.confusion) as beside:
@@ -176,13 +191,14 @@ def measure_images(args: argparse.Namespace) -> None:
             write_text(args.out, json.dumps(results, indent=1) + "\n")
             print(args.out)
     leave()
+    return 2 if any(answer.damage for answer in found) else 0
 
 
 def show_images(results: dict[str, Any]) -> None:
     from tokenformer.terminal import table
 
     rows = [
-        [c["class"], c["images"], f"{c['top1']:.2%}", f"{c['top5']:.2%}", c["taken_for"] or "–"]
+        [c["class"], c["images"], f"{c['top1']:.2%}", f"{c['top5']:.2%}", c["taken_for"] or ""]
         for c in sorted(results["classes"].values(), key=lambda c: c["top1"])
     ]
     more = len(rows) - WORST if len(rows) > 5 * WORST else 0
@@ -237,10 +253,8 @@ def show(name: str, results: dict[str, Any]) -> None:
     if results.get("texts"):
         head = ["text", "loss", "perplexity", "bits per token", "bits per byte", "tokens", "bytes"]
         keys = ("loss", "perplexity", "bits_per_token", "bits_per_byte")
-        rows = [
-            [path, *(f"{m[k]:.4f}" for k in keys), f"{m['tokens']:,}", f"{m['bytes']:,}"]
-            for path, m in results["texts"].items()
-        ]
+        found = results["texts"].items()
+        rows = [[path, *(f"{m[k]:.4f}" for k in keys), f"{m['tokens']:,}", f"{m['bytes']:,}"] for path, m in found]
         table(head, rows)
     if "tasks" in results:
         rows = [[t, k, f"{v:.4f}"] for t, m in results["tasks"].items() for k, v in m.items() if k != "rows"]

@@ -57,20 +57,19 @@ def read_class_index(path: Path) -> tuple[list[str], list[str]]:
     return folders, [name for _, name in pairs]
 
 
-def open_labelled(path: str, settings: ImagesConfig, part: Part | None, classes: Sequence[str]) -> tuple[Images, Part]:
+def open_labelled(data: DataConfig, part: Part | None, classes: Sequence[str] | None) -> tuple[Images, str]:
     """Open the part of an image set that was asked for; else its validation or test images, where it has some, or all.
 
     Return the images, and which part they are.
     """
-    data = DataConfig(path=path, images=settings)
     if part is None:
         images = open_images(data, "validation", classes)
         if len(images):
             return images, "validation"
     images = open_images(data, part or "train", classes)
     if not len(images):
-        raise UserError(f"{path} has no images of the part {part}: leave --part out, or check the path")
-    return images, part or "train"
+        raise UserError(f"{data.path} has no images of the part {part}: leave --part out, or check the path")
+    return images, part or "all"
 
 
 def answers(

@@ -40,7 +40,7 @@ def read_history(folder: Path) -> list[dict]:
 
 
 def read_images(folder: Path) -> dict[str, Any]:
-    """Return what an image model knows of its images: names of the classes, mean, std, crop_pct, interpolation."""
+    """Return what an image model knows of images: names of the classes, size, mean, std, crop_pct, interpolation."""
     path = folder / "images.json"
     images = parse_json(read_text(path), str(path)) if path.exists() else {}
     if not isinstance(images, dict) or not all(isinstance(images.get(key, []), list) for key in ("classes", "mean")):
@@ -93,8 +93,12 @@ class Tensors(Mapping[str, Tensor]):
                 self.stored[name] = stored
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self.files[name], framework="pt") as file:
-            return file.get_tensor(self.stored[name])
+        path = self.files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(self.stored[name])
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} changed or was removed while it was read ({error}): start again") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)

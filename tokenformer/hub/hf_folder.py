@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.config import ModelConfig, build, to_dict
+from tokenformer.data.images.decode import resized_to
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, atomic_folder, check_manifest
 from tokenformer.hub.fill import fill
@@ -27,44 +28,7 @@ THEIRS = (
     "history",  # ours: the growths that led to the model
 )
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # mean and deviation of its pixels
-CARD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-license: unknown
-tags: [tokenformer]
----
-
-# {title}
-
-{kind} with {parameters:,} parameters: {layers} layers of width {dim}, {heads} heads, context {context:,}, vocabulary
-{vocab:,}. {tokens}
-## Use
-
-With transformers and torch alone; the code of the model is in this folder:
-
-```python
-{imports}
-
-model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
-{use}```
-
-With the package `tokenformer` no remote code is needed: `import tokenformer.hub.hf` before the lines above, without
-`trust_remote_code`; or `tokenformer.load("{title}")` for the native model, which can grow.
-
-## Citation
-
-```bibtex
-@inproceedings{{wang2025tokenformer,
-  title     = {{TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters}},
-  author    = {{Wang, Haiyang and Fan, Yue and Naeem, Muhammad Ferjad and Xian, Yongqin and Lenssen, Jan Eric and
-               Wang, Liwei and Tombari, Federico and Schiele, Bernt}},
-  booktitle = {{International Conference on Learning Representations}},
-  year      = {{2025}},
-  url       = {{https://arxiv.org/abs/2410.23168}}
-}}
-```
-"""
+CARD = Path(__file__).with_name("hf_card.md").read_text(encoding="utf-8")
 
 
 def save_hf(model: Any, folder: str | Path, *, tokenizer_json: str | None = None, force: bool = False) -> None:
@@ -138,13 +102,13 @@ def load_hf(folder: str | Path) -> LanguageModel:
 
 def _processor(model: Any) -> dict[str, Any]:
     """A processor of transformers that needs no torchvision: shorter side resized, centre cut out, normalised."""
-    images, sides = model.images, [side * model.config.patch for side in model.config.grid]
-    shorter = round(min(sides) / images.get("crop_pct", 0.875))
+    images, size = model.images, model.images.get("size")
+    sides = [size, size] if size else [side * model.config.patch for side in model.config.grid]
     return {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": max(shorter, *sides)},
+        "size": {"shortest_edge": max(resized_to(min(sides), images.get("crop_pct", 0.875)), *sides)},
         "resample": 2 if images.get("interpolation") == "bilinear" else 3,
         "do_center_crop": True,
         "crop_size": {"height": sides[0], "width": sides[1]},
@@ -160,9 +124,12 @@ def _images(folder: Path, names: dict[str, str], config: ModelConfig) -> dict[st
     """What an image model knows of its images, from transformers' files."""
     path = folder / "preprocessor_config.json"
     raw = read_json(path) if path.is_file() else {}
-    shorter = (raw.get("size") or {}).get("shortest_edge")
+    shorter, crop = (raw.get("size") or {}).get("shortest_edge"), raw.get("crop_size")
+    cut = [crop.get(side) for side in ("height", "width")] if isinstance(crop, dict) else []
+    sides = [n for n in cut if isinstance(n, int)] or [side * config.patch for side in config.grid]
     found = {"classes": [names[i] for i in sorted(names, key=int)], "mean": raw.get("image_mean")}
-    found |= {"std": raw.get("image_std"), "crop_pct": min(config.grid) * config.patch / shorter if shorter else None}
+    found |= {"size": sides[0] if sides[0] == sides[-1] else None, "std": raw.get("image_std")}
+    found["crop_pct"] = min(sides) / shorter if shorter else None
     found["interpolation"] = {2: "bilinear", 3: "bicubic"}.get(raw.get("resample", 0))
     return {name: value for name, value in found.items() if value is not None}
 
@@ -185,9 +152,7 @@ def _special_ids(tokenizer_json: str | None, config: ModelConfig) -> tuple[dict[
         raise UserError(f"the tokenizer is not a tokenizer.json ({error}): give another") from None
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
     if size > config.vocab:
-        raise UserError(
-            f"the tokenizer has an id {size - 1}, but the model knows ids below {config.vocab}: give its own"
-        )
+        raise UserError(f"the tokenizer has an id {size - 1}, but the model ids below {config.vocab}: give its own")
     end = tokenizer.token_to_id(END)
     ids = {} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     return ids, {"suppress_tokens": list(range(size, config.vocab))} if size < config.vocab else {}
@@ -221,16 +186,8 @@ def _card(model: LanguageModel, title: str, tokenizer_json: str | None) -> str:
             'ids = tokenizer("Once upon a time", return_tensors="pt")\n'
             "print(tokenizer.decode(model.generate(**ids, max_new_tokens=20)[0]))\n"
         )
-    shape = {name: getattr(c, name) for name in ("layers", "dim", "heads", "context", "vocab")}
-    return CARD.format(
-        title=title,
-        kind=kinds[c.kind],
-        parameters=model.cost().parameters,
-        tokens=tokens,
-        imports=imports,
-        use=use,
-        **shape,
-    )
+    words = {"kind": kinds[c.kind], "tokens": tokens, "imports": imports, "use": use}
+    return CARD.format(c=c, title=title, parameters=model.cost().parameters, **words)
 
 
 def _image_card(model: Any, title: str, _tokenizer: str | None) -> str:

@@ -120,9 +120,8 @@ def save_official(
     reason = refusal(model.config)
     if reason:
         raise UserError(f"the official format cannot hold this model: {reason}; write it --to ours or --to hf")
-    tensors = OrderedDict(
-        (to_official(name, model.config.layers), p.detach().float().clone()) for name, p in model.named_parameters()
-    )
+    named, layers = model.named_parameters(), model.config.layers
+    tensors = OrderedDict((to_official(name, layers), p.detach().float().clone()) for name, p in named)
     with atomic_folder(folder, force) as beside:
         torch.save(tensors, beside / WEIGHTS)
         text = yaml.safe_dump(official_keys(model.config), sort_keys=False, default_flow_style=None)

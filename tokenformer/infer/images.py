@@ -11,19 +11,20 @@ from tokenformer.errors import UserError
 from tokenformer.ops.augment import normalise
 from tokenformer.strict import build
 
-HOW = ("mean", "std", "crop_pct", "interpolation")  # what images.json says of pixels
+HOW = ("size", "mean", "std", "crop_pct", "interpolation")  # what images.json says of pixels
 
 
 def reading(model: Any, size: int | None = None) -> tuple[ImagesConfig, int]:
-    """Return how images are read for a model, and the side of the square that it sees; `size` asks for another."""
+    """Return how images were read in training, and the side of the square that a model sees; `size`: another one."""
     c = model.config
     settings = build(ImagesConfig, {k: model.images[k] for k in HOW if k in model.images}, "images.json")
     if not c.classes:
         raise UserError("the model has no head, so it knows no classes: train one first (model.classes)")
     rows, columns = c.grid
+    size = settings.size if size is None else size
     if size is None and rows != columns:
         raise UserError(f"the model's images are {c.image_size}, but squares are read here: give --size")
-    size = size or rows * c.patch
+    size = rows * c.patch if size is None else size
     if size % c.patch or size < 1:
         raise UserError(f"--size is {size}: give a multiple of the model's patch {c.patch}")
     return settings, size

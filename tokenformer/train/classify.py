@@ -35,7 +35,7 @@ class ClassifyTask(Task):
         super().__init__(config, place, device)
         c, self.settings = config, config.data.images or ImagesConfig()
         rows, columns = c.model.grid
-        size = self.settings.size or rows * c.model.patch
+        self.size = size = self.settings.size or rows * c.model.patch
         if size % c.model.patch or (self.settings.size is None and rows != columns):
             raise UserError(
                 f"model.image_size is {c.model.image_size} and data.images.size {self.settings.size}, but images are "
@@ -140,5 +140,5 @@ class ClassifyTask(Task):
 
     def files(self) -> dict[str, str]:
         s = self.settings
-        said = {"classes": self.classes, "mean": s.mean, "std": s.std, "crop_pct": s.crop_pct}
+        said = {"classes": self.classes, "size": self.size, "mean": s.mean, "std": s.std, "crop_pct": s.crop_pct}
         return {"images.json": json.dumps({**said, "interpolation": s.interpolation}, indent=1) + "\n"}

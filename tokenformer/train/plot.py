@@ -113,7 +113,7 @@ def draw_png(curves: list[Curve], path: str | Path, axis: str = "step", title: s
 
 
 def draw_confusion(counts: np.ndarray, names: list[str], path: str | Path) -> None:
-    """Draw which share of each class (row) was taken for which (column); up to 40 classes are named."""
+    """Draw which share of each class (row) was taken for which (column); up to 40 are named, with their counts."""
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     named = len(names) <= 40
     side = 2 + 0.35 * len(names) if named else 9
@@ -124,6 +124,9 @@ def draw_confusion(counts: np.ndarray, names: list[str], path: str | Path) -> No
     if named:
         axes.set_xticks(range(len(names)), names, rotation=90)
         axes.set_yticks(range(len(names)), names)
+        for row, column in zip(*np.nonzero(counts), strict=True):
+            colour = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, f"{counts[row, column]:,}", ha="center", va="center", color=colour, fontsize=7)
     figure.savefig(path, format="png")
 
 

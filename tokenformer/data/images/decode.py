@@ -48,7 +48,7 @@ class Cropping(NamedTuple):
 
     def _centre(self, image: Any, draws: np.ndarray | None = None) -> Any:
         upright = _upright(image)
-        target = max(self.size, math.floor(self.size / self.settings.crop_pct))
+        target = resized_to(self.size, self.settings.crop_pct)
         short, long = sorted(upright.size)
         longer = int(target * long / short)
         if longer > 64 * target:
@@ -79,6 +79,15 @@ class Cropping(NamedTuple):
             upright = upright.resize((self.size, self.size), self._filter)
         top, left = (int(n * (2 * pad + 1)) - pad for n in draws[0, 2:].tolist())
         return upright.crop((left, top, left + self.size, top + self.size))  # what lies outside is black
+
+
+def resized_to(size: int, crop_pct: float) -> int:
+    """Return what the shorter side of an image is resized to before the centre is cut out.
+
+    >>> resized_to(224, 0.9), resized_to(224, 224 / 248)
+    (248, 248)
+    """
+    return max(size, math.floor(size / crop_pct + 1e-6))
 
 
 def random_box(width: int, height: int, draws: np.ndarray, settings: ImagesConfig) -> tuple[float, ...]:

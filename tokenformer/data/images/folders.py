@@ -1,6 +1,8 @@
-"""Image folders: a folder per class, image files below it."""
+"""Image folders: a folder per class, image files below it; or all images in one folder, and a list of their labels."""
 
 import os
+import re
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,16 +10,20 @@ import numpy as np
 
 from tokenformer.data.images.stored import Files
 from tokenformer.errors import UserError
-from tokenformer.parsing import shown
+from tokenformer.parsing import is_file, read_text, shown
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
+MOST_BYTES = 1 << 28  # of a devkit's meta.mat, unpacked
 
 
 def open_folder(root: Path, classes: Sequence[str] | None = None) -> Files:
     """Open the images below `root`; the classes are its folders in alphabetical order, or the given ones."""
     found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
     if not found:
-        raise UserError(f"{root} has no folders: put the images of each class into a folder of its name")
+        raise UserError(
+            f"{root} has no folders: put the images of each class into a folder of its name, or name a list of their "
+            "labels with data.images.labels"
+        )
     numbers = {name: number for number, name in enumerate(classes or found)}
     names, sizes, labels = [], [], []
     for folder in found:
@@ -48,3 +54,70 @@ def images_below(root: Path, folder: str) -> Iterator[tuple[str, int]]:
             yield from images_below(root, name)
         elif entry.name.lower().rpartition(".")[2] in ENDINGS and entry.is_file():
             yield name, entry.stat().st_size
+
+
+def has_folders(root: Path) -> bool:
+    return any(entry.is_dir() and not entry.name.startswith(".") for entry in os.scandir(root))
+
+
+def open_flat(root: Path, labels: Path, classes: Sequence[str] | None = None) -> Files:
+    """Open the images that lie in one folder, as ImageNet's validation images do; a file says which class each is."""
+    every = ((entry.name, entry) for entry in os.scandir(root) if not entry.name.startswith("."))
+    files = [(name, e.stat().st_size) for name, e in sorted(every) if name.lower().rpartition(".")[2] in ENDINGS]
+    if not files:
+        raise UserError(f"{root} has no images ({', '.join(ENDINGS)}): check the path")
+    names, sizes = zip(*files, strict=True)
+    words = _labels(labels, names)
+    if not classes:
+        numbered = all(word.isdecimal() for word in words)
+        classes = [str(n) for n in range(max(map(int, words)) + 1)] if numbered else sorted(set(words))
+    numbers = {str(n): n for n in range(len(classes))} | {name: n for n, name in enumerate(classes)}
+    unknown = next((word for word in words if word not in numbers), None)
+    if unknown is not None:
+        raise UserError(
+            f"{labels} has the label {shown(unknown)}, which is none of the {len(classes):,} classes "
+            f"({shown(list(classes))}): say which class is which (eval --class-index)"
+        )
+    return Files(str(root), names, sizes, np.array([numbers[word] for word in words], np.int64), list(classes))
+
+
+def _labels(path: Path, names: Sequence[str]) -> list[str]:
+    """Return the label of each file, as a list has it: a line `FILE LABEL` each, Kaggle's CSV (the label and boxes), or
+    labels alone in the order of the files' names; numbers alone are those of ImageNet's devkit.
+    """
+    lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    lines = lines[1:] if lines[:1] == ["ImageId,PredictionString"] else lines
+    rows = [re.split(r"\s*[,\s]\s*", line, maxsplit=1) for line in lines]
+    if all(len(row) == 1 for row in rows):
+        if len(rows) != len(names):
+            raise UserError(f"{path} has {len(rows):,} labels for {len(names):,} images: give the list of these images")
+        words = [word for (word,) in rows]
+        return _synsets(path, words) if all(word.isdecimal() for word in words) else words
+    known = {row[0]: row[1].split()[0] for row in rows if len(row) == 2}
+    found = [known.get(name, known.get(name.rpartition(".")[0], "")) for name in names]
+    if "" in found:
+        raise UserError(f"{path} has no label of {names[found.index('')]}: add its line")
+    return found
+
+
+def _synsets(path: Path, numbers: list[str]) -> list[str]:
+    """Return the synsets of the devkit's numbers, which count in the order of its meta.mat and not as models do."""
+    about = path.with_name("meta.mat")
+    if not is_file(about):
+        raise UserError(
+            f"{path} has numbers alone, as in ImageNet's devkit, and no meta.mat beside it says what they mean: put it "
+            "there, or give lines of file and class"
+        )
+    data, start, text = about.read_bytes(), 128, b""
+    while start + 8 <= len(data):  # MATLAB 5: elements of type, size and content; type 15 is compressed
+        kind, size = (int.from_bytes(data[at : at + 4], "little") for at in (start, start + 4))
+        part = data[start + 8 : start + 8 + size]
+        try:
+            text += zlib.decompressobj().decompress(part, MOST_BYTES) if kind == 15 else part
+        except zlib.error:
+            break
+        start += 8 + size
+    found = [word.decode() for word in re.findall(rb"n\d{8}", text.replace(b"\0", b""))]
+    if not 1 <= min(map(int, numbers)) <= max(map(int, numbers)) <= len(found) or len(set(found)) < len(found):
+        raise UserError(f"{about} does not name the synsets of the numbers in {path}: get both anew")
+    return [found[int(number) - 1] for number in numbers]

@@ -9,9 +9,9 @@ import numpy as np
 from tokenformer.config_data import DataConfig, ImagesConfig
 from tokenformer.data.images import binaries
 from tokenformer.data.images.decode import need_pillow
-from tokenformer.data.images.folders import open_folder
+from tokenformer.data.images.folders import has_folders, open_flat, open_folder
 from tokenformer.data.images.shards import PARTS, expand, open_tars, shard_files
-from tokenformer.data.images.stored import Images, Some
+from tokenformer.data.images.stored import Images, Some, renumbered
 from tokenformer.data.images.tables import open_tables
 from tokenformer.data.permutation import permute, round_keys
 from tokenformer.errors import UserError
@@ -73,6 +73,7 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
             raise UserError(
                 f"{path} has {len(found.classes)} classes, but {len(classes)} are known: give the same data"
             )
+        found.labels = renumbered(found.labels, found.classes, classes or found.classes, path)
         return found
     if form not in ("auto", "folder"):
         raise UserError(f"{shown(path)} has no binary files of {form.upper()}: check data.path, or data.images.format")
@@ -81,6 +82,8 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
         return Some(_open(path, "train", data, settings, classes), np.array([], np.int64))
     if own is None and part == "test":
         raise UserError(f"{root} has no folder val or test: check data.path")
+    if settings.labels and not has_folders(own or root):
+        return open_flat(own or root, Path(settings.labels), classes)
     return open_folder(own or root, classes)
 
 

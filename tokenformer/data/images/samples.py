@@ -20,7 +20,7 @@ from tokenformer.data.source import Field
 from tokenformer.errors import UserError
 
 TRIES = 100  # images in a row that may be damaged
-_OTHERS = ("format", "validation", "hold_back", "classes", "image_column", "label_column", "damaged", "size")
+_OTHERS = ("format", "validation", "hold_back", "classes", "labels", "image_column", "label_column", "damaged", "size")
 _LATER = ("mean", "std", "smoothing")  # what ops/augment.py is told by the config and not by the draws
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from tokenformer import files
 from tokenformer.data.images.folders import ENDINGS
-from tokenformer.data.images.stored import Pieces
+from tokenformer.data.images.stored import Pieces, renumbered
 from tokenformer.errors import UserError
 from tokenformer.parsing import is_file, is_folder, parse_json, shown
 from tokenformer.terminal import progress
@@ -92,8 +92,10 @@ def join(names: Sequence[str], classes: Sequence[str] | None, indices: list[Inde
     labels = np.concatenate([index["labels"] for index in indices]).astype(np.int64)
     if not len(labels):
         raise UserError(f"{names[0]} has no images: check data.path")
-    known = list(classes or indices[0].get("classes", np.array([], str)).tolist())
+    declared = indices[0].get("classes", np.array([], str)).tolist()
+    known = list(classes or declared)
     known = known or [str(n) for n in range(int(labels.max(initial=0)) + 1)]
+    labels = renumbered(labels, declared, known, names[0])
     for number, name in enumerate(names):
         own = labels[numbers == number]
         if own.size and own.max() >= len(known):

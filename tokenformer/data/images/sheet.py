@@ -12,7 +12,7 @@ from tokenformer.data.images.stored import Images
 from tokenformer.data.permutation import EpochOrder
 from tokenformer.terminal import progress
 
-EPOCHS, GAP = 3, 4
+EPOCHS, GAP, GREY = 3, 4, 200
 Augment = Callable[[dict[str, np.ndarray], ImagesConfig], np.ndarray]
 
 
@@ -28,7 +28,7 @@ def contact_sheet(
         source.read(chosen, np.full(len(chosen), epoch), fields)
         rows.append(augmented(fields, settings) if epoch >= 0 else fields["pixels"])
     frame = ((0, 0), (0, GAP), (0, GAP), (0, 0))
-    lines = [np.concatenate(np.pad(row[:count], frame, constant_values=255), 1) for row in rows]
+    lines = [np.concatenate(np.pad(row[:count], frame, constant_values=GREY), 1) for row in rows]
     return png(np.concatenate(lines)[:-GAP, :-GAP])
 
 

@@ -5,7 +5,6 @@ in a moment. An item is the bytes of an image file, or pixels (uint8) where the 
 """
 
 import functools
-import gzip
 import hashlib
 import os
 from collections.abc import Sequence
@@ -14,7 +13,10 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
+from tokenformer.data.compressed import decompress
 from tokenformer.data.images.decode import MOST_BYTES, Damaged
+from tokenformer.errors import UserError
+from tokenformer.parsing import shown
 
 
 class Images(Protocol):
@@ -113,6 +115,22 @@ class Some:
         return self.images.item(int(self.chosen[index]))
 
 
+def renumbered(labels: np.ndarray, own: Sequence[str], classes: Sequence[str], path: str) -> np.ndarray:
+    """Return labels as numbers of `classes`: by name, where the data name their own classes and these are known.
+
+    >>> renumbered(np.array([0, 1, 1]), ["bee", "ant"], ["ant", "bee", "cat"], "set").tolist()
+    [1, 0, 0]
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    known = {number: numbers[name] for number, name in enumerate(own) if name in numbers}
+    if labels.max(initial=0) >= len(own) or all(number == new for number, new in known.items()):
+        return labels
+    missing = [own[number] for number in sorted(set(labels.tolist()) - known.keys())]
+    if missing:
+        raise UserError(f"{path} has the class {shown(missing[0])}, which the model's classes lack: give data of these")
+    return np.array([known.get(number, 0) for number in range(len(own))], np.int64)[labels]
+
+
 def fingerprint(*parts: bytes | np.ndarray) -> str:
     """Return a short text that changes with any of the parts."""
     digest = hashlib.blake2b(digest_size=16)
@@ -130,8 +148,8 @@ def _read_at(path: str, stamp: int, offset: int, size: int) -> bytes:
 
 @functools.lru_cache(maxsize=4)
 def _unpacked(path: str, stamp: int) -> bytes:
-    with gzip.open(path) as file:
-        return file.read(MOST_BYTES)
+    with open(path, "rb") as file:
+        return decompress(file, ".gz").read(MOST_BYTES)
 
 
 @functools.lru_cache(maxsize=128)

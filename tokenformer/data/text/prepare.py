@@ -100,9 +100,7 @@ def _append(work: Work, piece: Piece, result: Encoded) -> None:
             sizes.append(open_)
             open_ = 0
     if max(sizes, default=open_) > 2**31 - 1:
-        raise UserError(
-            "a document has more than 2,147,483,647 tokens, which the format cannot hold: give a --separator"
-        )
+        raise UserError("a document has more than 2,147,483,647 tokens, too many for the format: give a --separator")
     progress = Progress(
         source=piece.source,
         unit=piece.unit,
