@@ -51,7 +51,8 @@ def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
         if size > most:
             raise UserError(f"{path} has {size:,} bytes, more than the {most:,} that such a file may have: get it anew")
         with open(path, "rb") as file:
-            return file.read(most).decode("utf-8-sig")  # files of the system have another size than they say
+            # files of the system have another size than they say; Python reserves as many bytes as it may read
+            return file.read(min(most, max(size, JSON_BYTES))).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file in UTF-8 (byte {error.start}): give one, or get it anew") from None
     except (OSError, ValueError) as error:

@@ -73,7 +73,5 @@ def test_help_shows_every_command_in_the_order_of_work_and_an_example():
     assert set(verbs()) == files
     said = build_parser().format_help()
     assert "example: tokenformer train" in said
-    order = [
-        said.index(f"\n    {name}") for name in ("prepare", "train", "plot", "generate", "grow", "slurm")
-    ]
+    order = [said.index(f"\n    {name}") for name in ("prepare", "train", "plot", "generate", "grow", "slurm")]
     assert order == sorted(order)

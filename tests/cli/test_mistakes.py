@@ -63,7 +63,7 @@ prepare empty.yml --tokenizer byte --out d      | no text
 prepare picture.png --tokenizer byte --out d    | is not UTF-8
 prepare book.txt --tokenizer gpt2 --out d       | gpt-neox-20b
 tokenizer train book.txt --vocab 100            | give 257 or more
-data peek alice --document 99                     | they go from 0 to
+data peek alice --document 99                     | has no document 99: give 0 to 0
 data stat alice                                   | there is no action 'stat': did you mean stats?
 data split alice --shares 90,x                    | write them as 969,30,1
 grow my/rum --ffn-tokens 64 --out bigger        | nothing at my/rum
