@@ -4,26 +4,18 @@ The manifest is written last, so its presence says that a folder is complete.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
-import http.client
 import json
 import os
 import re
 import shutil
-import socket
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from tokenformer.errors import UserError
 from tokenformer.parsing import is_file, read_json, shown
-from tokenformer.terminal import meter
 
 MANIFEST = "manifest.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -36,11 +28,14 @@ BESIDE = (
 def sha256(path: Path, seen: Callable[[int], object] | None = None) -> str:
     """Return the checksum of a file; `seen` is called with the number of bytes of each piece."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-            if seen:
-                seen(len(piece))
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+                if seen:
+                    seen(len(piece))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): get it anew") from None
     return digest.hexdigest()
 
 
@@ -189,113 +184,45 @@ def check_manifest(folder: str | Path, values: bool = True, edited: bool = False
                 raise UserError(f"{path} is not in the folder's {MANIFEST}, so it is of another model: move it away")
 
 
-# Downloads: `<name>.part` grows beside the target, `<name>.part.json` says which version of the file it is of.
+# Downloads: `<name>.<version>.part` grows beside the target, for the version of the file that the server has.
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Keeps the checksum that a hub sends with its redirection to the file's storage."""
-
-    linked = ""
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        self.linked = self.linked or (headers.get("X-Linked-Etag") or "").strip('"')
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def download(url: str, path: str | Path, *, checksum: str | None = None, tries: int = 5, pause: float = 1.0) -> Path:
+def download(url: str, path: str | Path) -> Path:
     """Download a file. What was interrupted is continued; if the file changed meanwhile, it starts over.
 
-    The result gets its name once it is whole and has the `checksum` (sha256; by default the one that the hub sends).
+    The result gets its name once it is whole and has the checksum (sha256) that a hub says.
     """
     path = Path(path)
-    if path.is_file():
-        return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    part, about = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
     with open(path.with_name(path.name + ".part.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes that want it wait, and then find it
         if not path.is_file():
-            _fetch_all(url, part, about, tries, pause)
-            expected = checksum or json.loads(about.read_text())["sha256"]
-            if expected and sha256(part) != expected:
-                part.unlink()
-                about.unlink()
-                raise UserError(
-                    f"what came from {url} has not the checksum {expected}: run it again to download it anew"
-                )
-            sync(part)
-            os.replace(part, path)
-            about.unlink()
-            sync(path.parent)
+            _fetch(url, path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(lock.name)
     return path
 
 
-def _fetch_all(url: str, part: Path, about: Path, tries: int, pause: float) -> None:
-    """Repeat the request until the part is whole, or until nothing came `tries` times in a row."""
-    failures = 0
-    with meter(f"fetching {part.stem}", None) as show:
-        while True:
-            had = part.stat().st_size if part.exists() else 0
-            try:
-                return _fetch(url, part, about, show)
-            except (OSError, http.client.HTTPException) as error:
-                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                    raise UserError(f"there is no room left for {part}: free some and start again") from None
-                have = part.stat().st_size if part.exists() else 0
-                failures = 1 if have > had else failures + 1
-                offline = isinstance(getattr(error, "reason", None), socket.gaierror)
-                if failures >= tries or offline:
-                    kept = f" ({have / 1e6:.1f} MB are kept)" if have else ""
-                    raise UserError(
-                        f"{url} could not be fetched ({getattr(error, 'reason', None) or error}): go online and start "
-                        f"again to continue{kept}, or give the path of a local copy"
-                    ) from None
-                time.sleep(pause * 2 ** (failures - 1))
+def _fetch(url: str, path: Path) -> None:
+    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.file_download import get_hf_file_metadata, http_get
 
-
-def _fetch(url: str, part: Path, about: Path, show: Callable[[float, str], None]) -> None:
-    """Make one request, append what comes to `part`, and return when it is whole."""
-    known: dict[str, Any] = json.loads(about.read_text()) if about.exists() and part.exists() else {}
-    have = part.stat().st_size if known.get("version") else 0  # without a version we cannot continue
-    redirects = _Redirects()
-    request = urllib.request.Request(url, headers={"User-Agent": "tokenformer"})
-    if have:
-        request.add_header("Range", f"bytes={have}-")
-        request.add_header("If-Range", known["version"])
     try:
-        answer = urllib.request.build_opener(redirects).open(request, timeout=30)
-    except urllib.error.HTTPError as error:
-        if error.code == 416:  # nothing comes after what we have: it is whole, or the file changed
-            if error.headers.get("Content-Range") == f"bytes */{have}" and known.get("total") == have:
-                return
-            part.unlink()
-            raise OSError("the file changed, starting over") from None
-        if error.code >= 500 or error.code in (408, 429):
-            raise
-        raise UserError(f"{url} answers {error.code} {error.reason}: give the path of a local copy instead") from None
-    with answer:
-        match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range") or "")
-        if answer.status == 206 and (not match or [int(n) for n in match.groups()] != [have, known.get("total")]):
-            part.unlink()
-            raise OSError("the server sent another range than was asked for, starting over")
-        if answer.status != 206:
-            have, length = 0, answer.headers.get("Content-Length")
-            tag = answer.headers.get("ETag") or "W/"
-            version = answer.headers.get("Last-Modified") if tag.startswith("W/") else tag
-            known = {"version": version, "total": int(length) if length else None}
-            known["sha256"] = redirects.linked if re.fullmatch("[0-9a-f]{64}", redirects.linked) else ""
-            part.write_bytes(b"")
-            write_text(about, json.dumps(known))
-        start, before, total = time.monotonic(), have, known["total"]
+        about = get_hf_file_metadata(url, token=False)
+        version = about.etag or ""
+        part = path.with_name(f"{path.name}.{hashlib.sha256(version.encode()).hexdigest()[:16]}.part")
+        for old in path.parent.glob(f"{path.name}.*.part"):
+            if old != part or not version:  # without a version we cannot continue
+                old.unlink()
         with open(part, "ab") as file:
-            while block := answer.read(1 << 16):
-                file.write(block)
-                have += len(block)
-                rate = (have - before) / 1e6 / max(time.monotonic() - start, 1e-9)
-                left = f", {(total - have) / 1e6 / rate:.0f} s left" if total and rate else ""
-                whole = f" of {total / 1e6:.1f}" if total else ""
-                show(have, f"{have / 1e6:.1f}{whole} MB, {rate:.1f} MB/s{left}")
-    if total is not None and have < total:
-        raise OSError(f"it broke off after {have:,} of {total:,} bytes")
+            http_get(about.location, file, resume_size=file.tell(), expected_size=about.size)
+    except (HTTPError, OSError) as error:
+        why = " ".join(str(error).split())[:200]
+        do = "go online and start again to continue, or give the path of a local copy"
+        raise UserError(f"{url} could not be fetched ({why}): {do}") from None
+    if re.fullmatch("[0-9a-f]{64}", version) and sha256(part) != version:
+        part.unlink()
+        raise UserError(f"what came from {url} has not the checksum {version}: start again to download it anew")
+    sync(part)
+    os.replace(part, path)
+    sync(path.parent)

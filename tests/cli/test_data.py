@@ -52,7 +52,7 @@ def test_stats_and_peek(prepared, capsys):
     assert run(capsys, "data", "peek", prepared, "--tokens", 1)[1] == "one\n… 2 more tokens (--tokens)\n"
     assert run(capsys, "data", "peek", prepared, "--ids")[1] == "531 767 0\n"
     code, _, err = run(capsys, "data", "peek", prepared, "--document", 3)
-    assert code == 2 and err == "tokenformer: toy_text_document has no document 3: they go from 0 to 2\n"
+    assert code == 2 and err == "tokenformer: toy_text_document has no document 3: give 0 to 2\n"
 
 
 def test_split_then_merge_is_the_set(prepared, capsys, tmp_path):

@@ -60,7 +60,7 @@ def test_every_damaged_image_is_named_with_its_reason(capsys, tmp_path):
         (["nowhere"], "there is no folder 'nowhere'"),
         ([ICONS, "--count", 0], "--count 0 is no number of images for a sheet"),
         ([ICONS, "data.images.mixup=-1"], "data.images.mixup is -1"),
-        ([ICONS, "data.images.mixupp=1"], "did you mean 'mixup'?"),
+        ([ICONS, "data.images.mixupp=1"], "did you mean 'data.images.mixup'?"),
         ([ICONS, "--out", "/proc/sheet.png"], "/proc/sheet.png cannot be written"),
         ([ICONS, "--config", "nothing"], "there is no config file or preset 'nothing'"),
     ],

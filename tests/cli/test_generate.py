@@ -185,7 +185,7 @@ def test_a_conversation_remembers_until_it_is_told_not_to(model, folder, monkeyp
         (["--prompt", "a", "--stop", "b", "--stop", ""], "--stop is empty: give the text that ends a result"),
         (["--prompt", "a", "--tokens", "0"], "maximum_tokens is 0"),
         (["--prompt", "a", "--tokenizer", "gpt-neox-20b"], "has 50,277 ids but the model"),
-        (["--prompt", "a" * 200], "prompt 1 has 200 tokens and the model's context is 160"),
+        (["--prompt", "a" * 200], "prompt 1 has 200 tokens, the model's context is 160"),
         (["--prompt", "a", "--stop-token", "257"], "--stop-token 257 is no id: give 0 to 256"),
         (["--prompt", "a", "--stop-token", "ab"], "--stop-token 'ab' is not one token"),
         (["--interactive", "--logprobs"], "a conversation is shown as text"),

@@ -89,7 +89,7 @@ def test_a_matched_tau_leaves_scores_as_large_as_they_were(theta):
         ({"ratio": 0.5, "ffn_tokens": 3}, "not both"),
         ({"ratio": 1.5}, "between 0 and 1"),
         ({"ffn_tokens": 48}, "at most 48"),
-        ({"ratio": 0.5, "ids": None}, "give token ids"),
+        ({"ratio": 0.5, "ids": None}, "give ids"),
         ({"ratio": 0.5, "by": "age"}, "energy or newest"),
         ({"ratio": 0.5, "across": "all"}, "layer or model"),
         ({"ratio": 0.5, "tau": "free"}, "match, hold or sqrt_n"),

@@ -80,7 +80,7 @@ def test_the_context_ends_a_row_and_a_prompt_that_fills_it_is_refused(tokenforme
     assert [len(r.ids) for r in rows] == [6, 30]
     assert not rows[0].finished
     assert rows[1].ids == reference(tokenformer_model, short, 30)
-    with pytest.raises(UserError, match=r"prompts\[0\] has 96 tokens and the model's context is 96"):
+    with pytest.raises(UserError, match=r"prompts\[0\] has 96 tokens, the model's context is 96"):
         Engine(tokenformer_model).generate([[1] * 96], 1)
     with pytest.raises(UserError, match=r"prompts\[1\] has no tokens"):
         Engine(tokenformer_model).generate([[1], []], 1)

@@ -39,7 +39,7 @@ def test_degrees_that_do_not_make_the_world_are_refused(config, world, message):
 @pytest.mark.parametrize(
     "config, world, message",
     [
-        ({"token": 8}, 8, "parallel.token is 8, which does not divide model.heads 4"),
+        ({"token": 8}, 8, "parallel.token is 8: give a divisor of model.heads, which is 4"),
         ({"token": 4}, 4, "a segment of ffn in layer 0 has 3 parameter tokens: give at most as many ranks"),
         ({"token": 2, "segments": "per-rank"}, 2, "qkv of layer 0 has 1 segments for 2 ranks"),
         ({"pipeline": 4}, 4, "parallel.pipeline is 4, but the model has 2 blocks"),
@@ -93,7 +93,7 @@ def test_whole_segments_are_shared_out_by_size():
 
 WRONG = {  # settings of a job of two processes, and what every one of them says
     "world": (["parallel.shard=3"], "shard 3, token 1, which does not divide 2, the number of processes"),
-    "heads": (["parallel.token=2", "model.heads=1"], "parallel.token is 2, which does not divide model.heads 1"),
+    "heads": (["parallel.token=2", "model.heads=1"], "parallel.token is 2: give a divisor of model.heads, which is 1"),
     "tokens": (["parallel.token=2", "model.ffn_tokens=[31,1]"], "a segment of ffn in layer 0 has 1 parameter tokens"),
     "stages": (["parallel.pipeline=-1", "model.layers=1"], "parallel.pipeline is 2, but the model has 1 blocks"),
 }

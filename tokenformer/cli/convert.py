@@ -34,11 +34,8 @@ def run(args: argparse.Namespace) -> None:
     model = merged(opened, args) if args.merge_segments else opened.model
     text = opened.tokenizer_json
     hub.save(model, args.out, format=args.to, tokenizer_json=text, force=args.force)
-    note = (
-        ""
-        if text or opened.config.of != "language"
-        else "; no tokenizer was found beside the weights: add one with --tokenizer"
-    )
+    missing = opened.config.of == "language" and not text
+    note = "; no tokenizer was found beside the weights: add one with --tokenizer" if missing else ""
     print(f"{args.out}: {model.cost().parameters:,} parameters, {args.to} format{note}")
 
 

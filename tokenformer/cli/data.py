@@ -100,9 +100,7 @@ def _peek(args: argparse.Namespace) -> None:
 
     source = Indexed(args.set)
     if not 0 <= args.document < source.documents:
-        raise UserError(
-            f"{source.prefix.name} has no document {args.document}: they go from 0 to {source.documents - 1}"
-        )
+        raise UserError(f"{source.prefix.name} has no document {args.document}: give 0 to {source.documents - 1}")
     ids = source.document(args.document)
     shown = ids[: max(0, args.tokens)].tolist()
     if args.ids:

@@ -98,9 +98,8 @@ def run(args: argparse.Namespace) -> int | None:
         check_writable(args.out, args.force)
     source, configs, _ = split_words(args.source)
     device = local_device(args.device)
-    opened = open_model(
-        source, configs, tokenizer=args.tokenizer, device=device, dtype=args.dtype, weights=args.weights
-    )
+    how = {"device": device, "dtype": args.dtype, "weights": args.weights}
+    opened = open_model(source, configs, tokenizer=args.tokenizer, **how)
     tokenizer, model = opened.tokenizer, opened.model.eval()
     context, stride = window(model.config.context, args.context, args.stride)
     results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters}
@@ -253,10 +252,8 @@ def show(name: str, results: dict[str, Any]) -> None:
     if results.get("texts"):
         head = ["text", "loss", "perplexity", "bits per token", "bits per byte", "tokens", "bytes"]
         keys = ("loss", "perplexity", "bits_per_token", "bits_per_byte")
-        rows = [
-            [path, *(f"{m[k]:.4f}" for k in keys), f"{m['tokens']:,}", f"{m['bytes']:,}"]
-            for path, m in results["texts"].items()
-        ]
+        found = results["texts"].items()
+        rows = [[path, *(f"{m[k]:.4f}" for k in keys), f"{m['tokens']:,}", f"{m['bytes']:,}"] for path, m in found]
         table(head, rows)
     if "tasks" in results:
         rows = [[t, k, f"{v:.4f}"] for t, m in results["tasks"].items() for k, v in m.items() if k != "rows"]

@@ -181,9 +181,8 @@ class HarnessModel(TemplateLM):
                 for at in range(0, len(some), self.batch):
                     part = some[at : at + self.batch]
                     cut = [ids[i][-(self.max_length - n) :] for i in part]
-                    results = continue_ids(
-                        self.engine, self.words, [""] * len(part), cut, n, sampling, list(part), stops
-                    )
+                    none = [""] * len(part)
+                    results = continue_ids(self.engine, self.words, none, cut, n, sampling, list(part), stops)
                     texts += [r.text for r in results]
                 return texts
 

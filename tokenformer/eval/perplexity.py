@@ -112,19 +112,9 @@ def window_nats(model: LanguageModel, parts: Sequence[tuple[Tensor, int]], batch
             inputs[i, : len(ids) - 1] = ids[:-1]
             labels[i, len(ids) - 1 - count : len(ids) - 1] = ids[len(ids) - count :]
         hidden = model.hidden(inputs.to(device))
-        weight = model.head_weight.to(hidden.dtype)
-        for row, label in zip(hidden, labels.to(device), strict=True):  # a sum per window
-            out.append(_nats(row[label >= 0], weight, label[label >= 0]))
+        pairs = zip(hidden, labels.to(device), strict=True)
+        out += [model.loss(row, label)[0].item() for row, label in pairs]  # a sum per window
     return out
-
-
-def _nats(hidden: Tensor, weight: Tensor, labels: Tensor) -> float:
-    total = 0.0
-    for h, y in zip(hidden.split(512), labels.split(512), strict=True):
-        logits = h @ weight.T
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total += torch.nn.functional.cross_entropy(logits, y, reduction="sum").item()
-    return total
 
 
 def perplexity(

@@ -70,9 +70,7 @@ def shrink(
     tau = tau or ("sqrt_n" if ids is None else "match")
     need(tau in ("match", "hold", "sqrt_n"), f"tau is '{tau}', but must be match, hold or sqrt_n")
     if ids is None and (by == "energy" or tau == "match"):
-        raise UserError(
-            f"shrinking by {by} with tau={tau} measures on text: give token ids, or by=newest with another tau"
-        )
+        raise UserError(f"shrinking by {by} with tau={tau} measures on text: give ids, or by=newest with another tau")
     need(ids is None or not on, "only language models can be measured on text: leave the ids out, with by=newest")
     need(
         ids is None or not trunk.switch_names(),
@@ -100,10 +98,8 @@ def _budget(config: ModelConfig, targets: Mapping[str, int], ratio: float | None
         if ratio is not None:
             found[which] = [max(1, round(ratio * n)) for n in counts]
         elif target is not None:
-            need(
-                0 < target < max(counts),
-                f"{which}_tokens is {target}, but a layer has at most {max(counts)}: give a smaller number above 0",
-            )
+            most = max(counts)
+            need(0 < target < most, f"{which}_tokens is {target}, but a layer has at most {most}: give fewer, above 0")
             found[which] = [min(target, n) for n in counts]
         else:
             found[which] = counts
@@ -137,9 +133,8 @@ def _keep_strongest(
             parts = {name: [energies[layer, name, i] for i in range(len(of_layer))] for name in names}
             whole = {name: max(sum(e.sum().item() for e in part), 1e-300) for name, part in parts.items()}
             for i, (n, _, _) in enumerate(of_layer):
-                ranks = sum(
-                    (parts[name][i].sort(descending=True).values / whole[name] for name in names), torch.zeros(n)
-                )
+                sorted_shares = (parts[name][i].sort(descending=True).values / whole[name] for name in names)
+                ranks = sum(sorted_shares, torch.zeros(n))
                 pool += [(share, layer, i) for share in ranks.tolist()]
         pool.sort(key=lambda entry: -entry[0])
         counts: Counter[tuple[int, int]] = Counter()
@@ -179,9 +174,7 @@ def _new_taus(
 
     each_activation(model, ids, visit)
     mean = {where: torch.cat(parts).mean().item() for where, parts in shares.items()}
-    return {
-        (layer, name, i): t * math.sqrt(mean[layer, PROJECTION_OF[name], i]) for (layer, name, i), t in whole.items()
-    }
+    return {(k, name, i): t * math.sqrt(mean[k, PROJECTION_OF[name], i]) for (k, name, i), t in whole.items()}
 
 
 def _keep_rows(

@@ -119,10 +119,8 @@ def choose_tau(rules: Mapping[str, str], tau: str | Mapping[str, str] | None) ->
         need(which in PROJECTIONS, f"tau names '{which}': its keys are {', '.join(PROJECTIONS)}")
         need(choice in ("hold", "sqrt_n", None), f"tau is '{choice}', but must be hold or sqrt_n")
         need(which in appended, f"tau of {which} is given, but no rows are appended there: leave it out")
-    need(
-        tau != "sqrt_n" or bool(appended),
-        "tau is 'sqrt_n', but a new segment has its own √n and old ones hold theirs: leave it out",
-    )
+    own = "tau is 'sqrt_n', but a new segment has its own √n and old ones hold theirs: leave it out"
+    need(tau != "sqrt_n" or bool(appended), own)
     return {w: given.get(w) or ("hold" if rules[w] == "zero_key" else "sqrt_n") for w in appended}
 
 

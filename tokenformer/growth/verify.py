@@ -90,9 +90,8 @@ def gradient(model: LanguageModel, ids: Tensor, plan: Plan, rate: float = 1e-3) 
     seen: list[dict[str, Tensor]] = []
     for _ in range(2):
         grads = torch.autograd.grad(_mean_loss(model, parameters, ids), list(parameters.values()), allow_unused=True)
-        moved = {
-            n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads, strict=True)
-        }
+        pairs = zip(parameters.items(), grads, strict=True)
+        moved = {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
         seen.append({n: _new_rows(g, fresh[n].new_rows).flatten(1).any(1) for n, g in moved.items()})
         steps = {n: rate * g / g.square().mean().sqrt().clamp_min(1e-30) for n, g in moved.items()}
         parameters = {n: (p.detach() - steps[n]).requires_grad_() for n, p in parameters.items()}

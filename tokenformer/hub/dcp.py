@@ -40,12 +40,8 @@ def write_tensors(folder: str | Path, tensors: Mapping[str, Any], group: Any = N
     Path(folder).mkdir(parents=True, exist_ok=True)
     if files:
         writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-        dcp.save(
-            {name: t.contiguous() for name, t in tensors.items()},
-            storage_writer=writer,
-            process_group=group,
-            no_dist=_single_process(),
-        )
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        dcp.save(whole, storage_writer=writer, process_group=group, no_dist=_single_process())
 
 
 def stored(folder: str | Path) -> dict[str, TensorStorageMetadata]:

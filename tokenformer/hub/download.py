@@ -11,30 +11,23 @@ WANTED = ["*.json", "*.yml", "*.bin", "*.safetensors", "*.pt", "latest", "*/late
 
 def snapshot(name: str, revision: str | None = None) -> Path:
     """Announce and return a local copy of a hub repository such as `Haiyang-W/TokenFormer-150M`."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HFValidationError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     if os.environ.get("RANK", "0") == "0":
         print(f"{name}: no local path, so the hub is asked ({revision or 'newest revision'})", file=sys.stderr)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise UserError(f"the hub's model '{name}' has no revision '{revision}': check it") from None
-    except HFValidationError:
+    except errors.HFValidationError:
         raise UserError(f"'{name}' is neither a path here nor a name that the hub could have: check it") from None
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise UserError(f"the hub has no model '{name}' that you may read: check the name, or log in") from None
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         raise UserError(
             f"'{name}' is neither a path here nor in the local hub cache, and the hub cannot be reached: "
             "go online, or give the path of a copy"
         ) from None
-    except (HTTPError, OSError) as error:
+    except (errors.HTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"the download of '{name}' broke off ({reason}): run it again, whole files are kept") from None

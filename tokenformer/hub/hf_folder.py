@@ -28,44 +28,7 @@ THEIRS = (
     "history",  # ours: the growths that led to the model
 )
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # mean and deviation of its pixels
-CARD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-license: unknown
-tags: [tokenformer]
----
-
-# {title}
-
-{kind} with {parameters:,} parameters: {layers} layers of width {dim}, {heads} heads, context {context:,}, vocabulary
-{vocab:,}. {tokens}
-## Use
-
-With transformers and torch alone; the code of the model is in this folder:
-
-```python
-{imports}
-
-model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
-{use}```
-
-With the package `tokenformer` no remote code is needed: `import tokenformer.hub.hf` before the lines above, without
-`trust_remote_code`; or `tokenformer.load("{title}")` for the native model, which can grow.
-
-## Citation
-
-```bibtex
-@inproceedings{{wang2025tokenformer,
-  title     = {{TokenFormer: Rethinking Transformer Scaling with Tokenized Model Parameters}},
-  author    = {{Wang, Haiyang and Fan, Yue and Naeem, Muhammad Ferjad and Xian, Yongqin and Lenssen, Jan Eric and
-               Wang, Liwei and Tombari, Federico and Schiele, Bernt}},
-  booktitle = {{International Conference on Learning Representations}},
-  year      = {{2025}},
-  url       = {{https://arxiv.org/abs/2410.23168}}
-}}
-```
-"""
+CARD = Path(__file__).with_name("hf_card.md").read_text(encoding="utf-8")
 
 
 def save_hf(model: Any, folder: str | Path, *, tokenizer_json: str | None = None, force: bool = False) -> None:
@@ -189,9 +152,7 @@ def _special_ids(tokenizer_json: str | None, config: ModelConfig) -> tuple[dict[
         raise UserError(f"the tokenizer is not a tokenizer.json ({error}): give another") from None
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
     if size > config.vocab:
-        raise UserError(
-            f"the tokenizer has an id {size - 1}, but the model knows ids below {config.vocab}: give its own"
-        )
+        raise UserError(f"the tokenizer has an id {size - 1}, but the model ids below {config.vocab}: give its own")
     end = tokenizer.token_to_id(END)
     ids = {} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     return ids, {"suppress_tokens": list(range(size, config.vocab))} if size < config.vocab else {}
@@ -225,16 +186,8 @@ def _card(model: LanguageModel, title: str, tokenizer_json: str | None) -> str:
             'ids = tokenizer("Once upon a time", return_tensors="pt")\n'
             "print(tokenizer.decode(model.generate(**ids, max_new_tokens=20)[0]))\n"
         )
-    shape = {name: getattr(c, name) for name in ("layers", "dim", "heads", "context", "vocab")}
-    return CARD.format(
-        title=title,
-        kind=kinds[c.kind],
-        parameters=model.cost().parameters,
-        tokens=tokens,
-        imports=imports,
-        use=use,
-        **shape,
-    )
+    words = {"kind": kinds[c.kind], "tokens": tokens, "imports": imports, "use": use}
+    return CARD.format(c=c, title=title, parameters=model.cost().parameters, **words)
 
 
 def _image_card(model: Any, title: str, _tokenizer: str | None) -> str:

@@ -104,7 +104,7 @@ def refusal(config: ModelConfig) -> str | None:
     for which in PROJECTIONS:
         segments = config.segments(which)
         if len(segments) > 1:
-            return f"its {which} projections have {len(segments)} segments"
+            return f"its {which} projections have {len(segments)} segments, which --merge-segments makes one"
         tokens, tau = segments[0]
         if not math.isclose(tau, math.sqrt(tokens), rel_tol=1e-12):
             return f"τ of its {which} projections is {tau:g}, not √{tokens}"
@@ -120,9 +120,8 @@ def save_official(
     reason = refusal(model.config)
     if reason:
         raise UserError(f"the official format cannot hold this model: {reason}; write it --to ours or --to hf")
-    tensors = OrderedDict(
-        (to_official(name, model.config.layers), p.detach().float().clone()) for name, p in model.named_parameters()
-    )
+    named, layers = model.named_parameters(), model.config.layers
+    tensors = OrderedDict((to_official(name, layers), p.detach().float().clone()) for name, p in named)
     with atomic_folder(folder, force) as beside:
         torch.save(tensors, beside / WEIGHTS)
         text = yaml.safe_dump(official_keys(model.config), sort_keys=False, default_flow_style=None)

@@ -1,6 +1,7 @@
 """Translates official YAML (a GPT-NeoX dialect) to our keys, and refuses what would make it another model.
 
-Unusual: `-` and `_` mean the same there, several files merge, and a key that nobody knows is refused by its name.
+Unusual: `-` and `_` mean the same there, several files merge, and a key that nobody knows is refused by its name. All
+keys that are known stand in official_keys.json.
 """
 
 import dataclasses
@@ -10,77 +11,13 @@ from typing import NamedTuple
 
 from tokenformer import config as native
 from tokenformer.errors import UserError
-from tokenformer.hub.official_recipe import recipe
+from tokenformer.hub.official_recipe import KEYS, recipe
 
-# official key → ours
-MODEL = {
-    "num_layers": "layers",
-    "hidden_size": "dim",
-    "num_attention_heads": "heads",
-    "qkv_slot_num": "qkv_tokens",
-    "proj_slot_num": "proj_tokens",
-    "ffn_slot_num": "ffn_tokens",
-    "seq_length": "context",
-    "norm_activation_type": "theta",
-    "rotary_pct": "rotary_fraction",
-    "rotary_emb_base": "rotary_base",
-    "layernorm_epsilon": "norm_eps",
-    "padded_vocab_size": "vocab",
-}
+MODEL: dict[str, str] = KEYS["model"]  # official key → ours
 REQUIRED = tuple(MODEL)[:6]
-# Keys that change the function, and the one value that a TokenFormer of the released kind has.
-FIXED = {
-    "pos_emb": "rotary",
-    "norm": "layernorm_nonparam",
-    "final_norm": "layernorm",
-    "no_weight_tying": False,
-    "gpt_j_residual": False,
-    "gpt_j_tied": False,
-    "use_bias_in_attn_linear": False,
-    "use_bias_in_norms": True,
-    "hidden_dropout": 0,
-    "attention_dropout": 0,
-    "init_method": "normal",
-    "output_layer_init_method": "wang_init",
-    "apply_query_key_layer_scaling": False,
-    "use_mup": False,
-    "use_qk_layernorm": False,
-    "sliding_window_width": None,
-    "num_kv_heads": None,
-    "rotary_save_freqs_buffer": False,
-    "moe_num_experts": 1,
-    "train_impl": "normal",
-}
-GENERATION = set(
-    """
-    text_gen_type temperature top_p top_k maximum_tokens prompt_end sample_input_file sample_output_file num_samples
-    recompute return_logits min_p repetition_penalty
-    """.split()
-)  # the last two are ours
-# Keys that say how to train, log or launch, and change nothing about the model.
-IRRELEVANT = set(
-    """
-    pipe_parallel_size model_parallel_size max_position_embeddings output_layer_parallelism
-    scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion bias_gelu_fusion bias_dropout_fusion
-    rope_fusion layernorm_fusion rmsnorm_fusion attention_softmax_in_fp32 make_vocab_size_divisible_by optimizer
-    min_lr zero_optimization train_micro_batch_size_per_gpu gradient_accumulation_steps train_batch_size data_impl
-    num_workers checkpoint_activations checkpoint_num_layers partition_activations synchronize_each_layer
-    gradient_clipping weight_decay fp16 bf16 fp32_allreduce precision train_iters lr_decay_iters lr_decay_fraction
-    distributed_backend lr_decay_style warmup checkpoint_factor checkpoint_scale extra_save_iters eval_interval
-    eval_iters log_interval steps_per_print wall_clock_breakdown keep_last_n_checkpoints save load log_dir eval_ckpt
-    pretrain_partial_init finetune iteration do_train do_valid do_test no_load_optim no_load_rng no_save_optim
-    no_save_rng checkpoint_validation_with_forward_pass adlr_autoresume adlr_autoresume_interval tokenizer_type
-    vocab_file merge_file launcher deepspeed deepspeed_slurm deepspeed_mpi no_ssh_check hostfile include exclude
-    num_nodes num_gpus master_addr master_port user_script data_path train_data_paths valid_data_paths
-    test_data_paths train_data_weights valid_data_weights test_data_weights weight_by_num_documents split
-    mmap_warmup shuffle seed tensorboard_dir use_wandb wandb_group wandb_team wandb_host wandb_project
-    wandb_run_name wandb_init_all_ranks git_hash gas log_grad_norm log_gradient_noise_scale log_optimizer_states
-    log_param_norm log_grad_pct_zeros log_interval_time dynamic_loss_scale loss_scale loss_scale_window
-    initial_loss_scale_power hysteresis min_scale char_level_ppl short_seq_prob eval_results_prefix eval_tasks
-    dump_state onnx_safe allow_chopped architectures torch_dtype dtype transformers_version use_cache bos_token_id
-    eos_token_id
-    """.split()
-)
+FIXED: dict = KEYS["fixed"]  # keys that change the function, and the one value that a released TokenFormer has
+GENERATION = set(KEYS["generation"])  # the last two are ours
+IRRELEVANT = set(KEYS["irrelevant"])  # how to train, log or launch: they change nothing about the model
 KNOWN = {*MODEL, *FIXED, *GENERATION, *IRRELEVANT, "attention_config"}
 SECTIONS = {field.name for field in dataclasses.fields(native.Config)}
 
@@ -140,9 +77,8 @@ def _check_attention(raw: dict, where: str) -> None:
         elif isinstance(item, str):
             names.add(item)
     if names != {"tokenformer"}:
-        raise UserError(
-            f"{where}: attention_config names {', '.join(sorted(names)) or 'nothing'}, not tokenformer alone"
-        )
+        found = ", ".join(sorted(names)) or "nothing"
+        raise UserError(f"{where}: attention_config names {found}, not tokenformer alone")
 
 
 def translate_all(raws: dict, training: bool) -> tuple[dict, list[str]]:

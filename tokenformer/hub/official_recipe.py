@@ -4,37 +4,17 @@ Unusual: `gradient_clipping` is silently off in the official trainer and works h
 """
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tokenformer.errors import UserError
 from tokenformer.parsing import shown
 
-# official key → the key of ours that takes its value as it is
-PLAIN = {
-    "train_iters": "steps",
-    "train_micro_batch_size_per_gpu": "micro_batch",
-    "gradient_accumulation_steps": "accumulation",
-    "train_batch_size": "batch",
-    "seed": "seed",
-    "weight_decay": "optimizer.weight_decay",
-    "lr_decay_iters": "schedule.steps",
-    "warmup": "schedule.warmup",
-    "gradient_clipping": "train.clip",
-    "checkpoint_factor": "checkpoint.every",
-    "extra_save_iters": "checkpoint.also",
-    "keep_last_n_checkpoints": "checkpoint.keep",
-    "eval_interval": "validation.every",
-    "eval_iters": "validation.batches",
-    "log_interval": "log.every",
-    "wandb_project": "log.wandb_project",
-    "data_path": "data.path",
-    "num_workers": "data.workers",
-    "vocab_file": "data.tokenizer",
-    "pretrain_partial_init": "start",
-}
+KEYS = json.loads(Path(__file__).with_name("official_keys.json").read_text(encoding="utf-8"))
+PLAIN: dict[str, str] = KEYS["training"]  # official key → the key of ours that takes its value as it is
 ALONE = {"pipe_parallel_size": (0, 1), "model_parallel_size": (0, 1), "train_data_paths": (None,),
          "checkpoint_scale": ("linear",), "lr_decay_fraction": (None,)}  # fmt: skip
 

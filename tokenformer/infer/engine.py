@@ -80,9 +80,7 @@ class Engine:
             if not row:
                 raise UserError(f"{name} has no tokens: begin with the token that ends a document")
             if len(row) >= self.context:
-                raise UserError(
-                    f"{name} has {len(row):,} tokens and the model's context is {self.context:,}: shorten it"
-                )
+                raise UserError(f"{name} has {len(row):,} tokens, the model's context is {self.context:,}: shorten it")
             if min(row) < 0 or max(row) >= self.vocab:
                 strange = min(row) if min(row) < 0 else max(row)
                 raise UserError(f"{name} holds the id {strange}: give ids from 0 to {self.vocab - 1:,}")

@@ -123,10 +123,8 @@ def stop_token(tokenizer: AnyTokenizer, word: str) -> int:
         need(int(word) < tokenizer.vocab_size, f"--stop-token {word} is no id: give 0 to {tokenizer.vocab_size - 1:,}")
         return int(word)
     ids = to_ids(tokenizer, word, "--stop-token")
-    need(
-        word != "" and len(ids) == 1,
-        f"--stop-token {word!r} is not one token: give an id or the text of one, or --stop for any text",
-    )
+    one = word != "" and len(ids) == 1
+    need(one, f"--stop-token {word!r} is not one token: give an id or the text of one, or --stop for any text")
     return ids[0]
 
 

@@ -68,9 +68,8 @@ def cost(config: ModelConfig) -> Cost:
             causal=False,
             end_flops=2 * c.dim * (math.prod(c.grid) * c.channels * c.patch**2 + c.classes),
         )
-    return dataclasses.replace(
-        blocks(c), parameters=blocks(c).parameters + embedding * (1 if c.tied else 2), head_parameters=embedding
-    )
+    whole = blocks(c).parameters + embedding * (1 if c.tied else 2)
+    return dataclasses.replace(blocks(c), parameters=whole, head_parameters=embedding)
 
 
 def blocks(config: ModelConfig) -> Cost:

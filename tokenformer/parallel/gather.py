@@ -83,10 +83,8 @@ def solve_whole(
 
 def send_to_owners(parts: Sequence[Sequence[Tensor]], owners: Owners) -> list[Tensor]:
     """Send each part to the owner of its unit in the same copy of the model. Return what each rank sent here, flat."""
-    out = [
-        [part.reshape(-1) for unit in owners.units_of(rank) for part in parts[unit]] if owners.near(rank) else []
-        for rank in owners.ranks
-    ]
+    units = [owners.units_of(rank) if owners.near(rank) else () for rank in owners.ranks]
+    out = [[part.reshape(-1) for unit in theirs for part in parts[unit]] for theirs in units]
     mine = len(owners.units_of(owners.own))
     sizes = [mine * sum(map(volume, owners.boxes(rank))) if owners.near(rank) else 0 for rank in owners.ranks]
     return _all_to_all(out, sizes, parts[0][0], owners.place.groups["stage"])

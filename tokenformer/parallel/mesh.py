@@ -97,10 +97,7 @@ def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
     )
     for name in ("heads", "kv_heads"):
         heads = getattr(model, name) or model.heads
-        need(
-            heads % d.token == 0,
-            f"parallel.token is {d.token}, which does not divide model.{name} {heads}: give a divisor of it",
-        )
+        need(heads % d.token == 0, f"parallel.token is {d.token}: give a divisor of model.{name}, which is {heads}")
     for layer in range(model.layers) if model.kind == "tokenformer" else ():
         for which in PROJECTIONS:
             sizes = [n for n, _ in model.segments(which, layer)]
@@ -114,10 +111,8 @@ def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
                 f"parallel.token is {d.token}, but a segment of {which} in layer {layer} has {min(sizes)} "
                 "parameter tokens: give at most as many ranks",
             )
-    need(
-        min(model.vocab, model.mlp_dim) >= d.token,
-        f"parallel.token is {d.token}, more than the vocabulary has rows: give fewer ranks",
-    )
+    rows = min(model.vocab, model.mlp_dim)
+    need(rows >= d.token, f"parallel.token is {d.token}, more than the vocabulary has rows: give fewer ranks")
 
 
 class Place:

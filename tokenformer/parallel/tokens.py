@@ -7,7 +7,7 @@ R ranks, W words.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -82,33 +82,20 @@ class Collective(torch.autograd.Function):
         return COLLECTIVES[ctx.back](gradients[0], ctx.group, ctx.ranks), None, None, None, None
 
 
-def _collective(x: Tensor, team: Team, forward: str, backward: str) -> Tensor:
-    return cast(Tensor, Collective.apply(x, team.group, team.ranks, forward, backward))
+def _collective(forward: str, backward: str) -> Callable[[Tensor, Team], Tensor]:
+    return lambda x, team: cast(Tensor, Collective.apply(x, team.group, team.ranks, forward, backward))
 
 
-def copied(x: Tensor, team: Team) -> Tensor:
-    """Use the same x on every rank for its own part: gradients are all-reduced."""
-    return _collective(x, team, "same", "sum")
-
-
-def summed(x: Tensor, team: Team) -> Tensor:
-    """All-reduce each rank's part; the sum, and so its gradient, is the same on all ranks."""
-    return _collective(x, team, "sum", "same")
-
-
-def total(own: Tensor, team: Team) -> Tensor:
-    """All-reduce each rank's statistic, which every rank then uses for its own part: gradients are all-reduced too."""
-    return _collective(own, team, "sum", "sum")
-
-
-def gathered(x: Tensor, team: Team) -> Tensor:
-    """All-gather the channels, which every rank then uses for its own part: gradients are reduce-scattered."""
-    return _collective(x, team, "gather", "scatter")
-
-
-def scattered(x: Tensor, team: Team) -> Tensor:
-    """Reduce-scatter the channels: gradients are gathered."""
-    return _collective(x, team, "scatter", "gather")
+# Use the same x on every rank for its own part: gradients are all-reduced
+copied = _collective("same", "sum")
+# All-reduce each rank's part; the sum, and so its gradient, is the same on all ranks
+summed = _collective("sum", "same")
+# All-reduce each rank's statistic, which every rank then uses for its own part: gradients are all-reduced too
+total = _collective("sum", "sum")
+# All-gather the channels, which every rank then uses for its own part: gradients are reduce-scattered
+gathered = _collective("gather", "scatter")
+# Reduce-scatter the channels: gradients are gathered
+scattered = _collective("scatter", "gather")
 
 
 class LogTotal(torch.autograd.Function):

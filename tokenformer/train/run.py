@@ -11,9 +11,7 @@ from tokenformer.config import Config
 from tokenformer.errors import UserError
 
 FIXED = ("batch", "seed", "start")  # with another value it would be another run; so would another model or optimizer
-OWN = set(
-    ".lock config.yml environment.json metrics.jsonl log trace.json checkpoints samples tensorboard wandb".split()
-)
+OWN = {*".lock config.yml environment.json metrics.jsonl log trace.json checkpoints samples tensorboard wandb".split()}
 
 
 def with_batch_sizes(config: Config, world: int, pipeline: int = 1) -> Config:
@@ -108,9 +106,8 @@ def lock(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"{folder} is being trained by another process: wait for it, or stop it first") from None
         except OSError as error:
-            raise UserError(
-                f"{folder} cannot be locked ({error.strerror}): mount its file system with locks, or give another --out"
-            ) from None
+            give = "mount its file system with locks, or give another --out"
+            raise UserError(f"{folder} cannot be locked ({error.strerror}): {give}") from None
         yield
 
 

@@ -131,7 +131,7 @@ def test_fragments_join_to_the_text_and_stay_small():
 
 def test_a_run_without_a_place_to_cut_is_refused_by_name():
     assert len(cutting.fragments("a" * (cutting.LONGEST - 1), NEOX.cuts, "x")) == 1
-    with pytest.raises(UserError, match=r"book\.txt has 1,048,576 characters without the end of a word"):
+    with pytest.raises(UserError, match=r"book\.txt has 1,048,576 characters without a place to cut it"):
         cutting.fragments("a" * (cutting.LONGEST + 2), NEOX.cuts, "book.txt")
 
 

@@ -90,8 +90,5 @@ def cut_near(text: str, rule: re.Pattern, start: int, where: str, limit: int | N
         if start + size >= len(text):
             return None
         if size >= LONGEST:
-            raise UserError(
-                f"{where} has {LONGEST:,} characters without the end of a word, where it could be cut: "
-                "put spaces into it"
-            )
+            raise UserError(f"{where} has {LONGEST:,} characters without a place to cut it: put spaces into it")
         size *= 2

@@ -31,9 +31,7 @@ def merge(paths: Sequence[str | Path], out: str | Path, seen: Callable[[int], ob
     sets = [Indexed(p) for p in _shards_in_order(prefixes)]
     for other in sets[1:]:
         if other.dtype != sets[0].dtype:
-            raise UserError(
-                f"{other.prefix} holds {other.dtype}, but {sets[0].prefix} {sets[0].dtype}: one type is needed"
-            )
+            raise UserError(f"{other.prefix} holds {other.dtype}, {sets[0].prefix} {sets[0].dtype}: one type is needed")
     about: dict = {"documents": 0, "tokens": sum(len(s.tokens) for s in sets)}
     known = [s.description for s in sets if s.description]
     if len(known) == len(sets):

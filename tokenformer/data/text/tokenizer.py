@@ -82,9 +82,8 @@ class FileTokenizer:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises plain Exceptions, and panics that are not even these
-            raise UserError(
-                f"{name} is not a tokenizer.json ({str(error)[:150]}): give the file or folder of one"
-            ) from None
+            why = str(error)[:150]
+            raise UserError(f"{name} is not a tokenizer.json ({why}): give the file or folder of one") from None
         self._inner.no_truncation()
         self._inner.no_padding()
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -205,8 +204,6 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> FileTokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    inner.train_from_iterator(texts, trainer)
+    special = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet}
+    inner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, show_progress=False, **special))
     return FileTokenizer(inner.to_str(), "trained")
