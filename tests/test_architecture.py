@@ -25,10 +25,11 @@ MAY = {
     "parallel": {"models", "ops", "config"} | OPEN,
     "hub": {"data", "models", "config"} | OPEN,
     "infer": {"models", "ops", "config"} | OPEN,
-    "train": BELOW | OPEN,
+    "adapters": {"growth", "hub", "models", "config"} | OPEN,
+    "train": BELOW | {"adapters"} | OPEN,
     "eval": {"infer", "hub", "data", "models", "config"} | OPEN,
-    "cli": BELOW | {"train", "infer", "eval"} | OPEN,
-    "__init__": BELOW | {"errors"},
+    "cli": BELOW | {"adapters", "train", "infer", "eval"} | OPEN,
+    "__init__": BELOW | {"adapters", "errors"},
     "__main__": {"cli"},
 }
 # optional libraries, each imported in one file; transformers in one folder

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tokenformer.adapters import active as active
+    from tokenformer.adapters import attach as attach
+    from tokenformer.adapters import detached as detached
     from tokenformer.config import Config as Config
     from tokenformer.config import ModelConfig as ModelConfig
     from tokenformer.errors import UserError as UserError
@@ -23,6 +26,9 @@ _MODULES = {
     "UserError": "errors",
     "LanguageModel": "models",
     "Pattention": "models",
+    "active": "adapters",
+    "attach": "adapters",
+    "detached": "adapters",
     "grow": "growth.model",
     "shrink": "growth.shrink",
     "slice": "growth.model",

@@ -15,6 +15,7 @@ from tokenformer import strict
 from tokenformer.config_data import DataConfig
 from tokenformer.config_growth import GrowthStage, ProgressiveGrowth
 from tokenformer.config_train import (
+    AdapterConfig,
     CheckpointConfig,
     LogConfig,
     OptimizerConfig,
@@ -294,6 +295,9 @@ class Config(Section):
     start: str | None = key(
         "weights to begin with (folder, run, official); of a smaller model they fill the first parameter tokens", None
     )
+    adapter: AdapterConfig | None = key(
+        "train new parameter tokens beside the weights of `start`, which stay as they are; the model is theirs", None
+    )
     data: DataConfig = key("what it is trained on", make=DataConfig)
     optimizer: OptimizerConfig = key("the update rule", make=OptimizerConfig)
     schedule: ScheduleConfig = key("the learning rate over the run", make=ScheduleConfig)
@@ -323,6 +327,30 @@ class Config(Section):
             self.start is None or isinstance(self.growth, list),
             f"growth is progressive, which begins with a small model of its own, but start is {self.start}: give "
             "start=null to train from scratch, or a list of growths to begin with these weights",
+        )
+        if self.adapter is not None:
+            self._check_adapter(self.adapter)
+
+    def _check_adapter(self, adapter: AdapterConfig) -> None:
+        need(self.start is not None, "adapter needs the weights that it is trained on: give start=FOLDER")
+        need(self.growth == [], "adapter and growth are both given, but an adapter does not grow: leave one out")
+        kind = f"kind {self.model.kind}" if self.model.kind != "tokenformer" else "several trunks"
+        need(
+            self.model.kind == "tokenformer" and not self.model.trunks,
+            f"adapter needs a base with parameter tokens, and {self.start} is of {kind}: choose another base",
+        )
+        for layer in adapter.layers:
+            need(
+                layer < self.model.layers,
+                f"adapter.layers names layer {layer}, but those of {self.start} go from 0 to {self.model.layers - 1}",
+            )
+        need(
+            adapter.name not in self.model.switch_names(),
+            f"adapter.name is '{adapter.name}', a switch that {self.start} has already: give another name",
+        )
+        need(
+            adapter.hold == "fp32" or self.parallel.shard == 1,
+            "adapter.hold is bf16 and parallel.shard above 1, but FSDP shards parameters of one type: leave one out",
         )
 
 

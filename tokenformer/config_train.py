@@ -116,6 +116,26 @@ class TrainConfig(Section, section="train"):
 
 
 @dataclass(frozen=True)
+class AdapterConfig(Section, section="adapter"):
+    """New parameter tokens that learn while the weights that a run starts with stay as they are."""
+
+    qkv_tokens: int | None = key("new parameter tokens of each of q, k, v; absent = none", None, above=0, most=1 << 30)
+    proj_tokens: int | None = key("of the projection after attention", None, above=0, most=1 << 30)
+    ffn_tokens: int | None = key("of the feed-forward Pattention", None, above=0, most=1 << 30)
+    layers: list[int] = key("layer numbers that get them; absent = all", make=list, least=0)
+    also: list[str] = key("parameters of the base that learn too, such as [norm, embedding]; absent = none", make=list)
+    name: str = key("the switch of its segments in the run", "adapter")
+    hold: Literal["fp32", "bf16"] = key("the type in which the frozen parameters are held", "fp32")
+    base: str | None = key("digest of the weights in `start`; the run writes it, and resume demands it", None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        some = self.qkv_tokens or self.proj_tokens or self.ffn_tokens or self.also
+        need(bool(some), "adapter has nothing that learns: give qkv_tokens, proj_tokens or ffn_tokens")
+        need(self.name != "", "adapter.name is empty: give a word, or leave it out")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig(Section, section="checkpoint"):
     """What a run keeps to resume."""
 

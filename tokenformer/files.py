@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 BESIDE = (
     *("config.yml", "config.json", "history.json", "state.json", "tokenizer.json", "tokenizer_config.json"),
-    "model.safetensors.index.json",
+    *("model.safetensors.index.json", "adapter.yml"),
 )
 
 

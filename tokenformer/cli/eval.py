@@ -20,6 +20,7 @@ counts in no figure, and the exit code is then 2.
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, help="a JSON file for the results")
     add("--force", action="store_true", help="replace a file of that name")
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
+    add("--adapter", action="append", default=[], metavar="FOLDER[=WEIGHT]", help="attach one; may be given often")
     add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
 
 
 def run(args: argparse.Namespace) -> int | None:
+    from tokenformer.adapters import attach_all
     from tokenformer.config import load
     from tokenformer.config_data import DataConfig
     from tokenformer.data.text.inputs import find_inputs
@@ -100,6 +103,7 @@ def run(args: argparse.Namespace) -> int | None:
     device = local_device(args.device)
     how = {"device": device, "dtype": args.dtype, "weights": args.weights}
     opened = open_model(source, configs, tokenizer=args.tokenizer, **how)
+    opened.prepare = partial(attach_all, words=args.adapter)
     tokenizer, model = opened.tokenizer, opened.model.eval()
     context, stride = window(model.config.context, args.context, args.stride)
     results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters}
@@ -127,6 +131,7 @@ def measure_images(args: argparse.Namespace) -> int:
 
     import numpy as np
 
+    from tokenformer.adapters import attach_all
     from tokenformer.config import load
     from tokenformer.config_data import DataConfig, ImagesConfig
     from tokenformer.data.images.opening import some_of
@@ -148,6 +153,7 @@ def measure_images(args: argparse.Namespace) -> int:
         need_matplotlib()
     index = read_class_index(args.class_index) if args.class_index else None
     opened = open_model(source, configs, device=local_device(args.device), dtype=args.dtype, weights=args.weights)
+    opened.prepare = partial(attach_all, words=args.adapter)
     opened.need("image")
     if index and len(index[0]) > opened.config.classes:
         raise UserError(

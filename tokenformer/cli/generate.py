@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 
 from tokenformer.errors import UserError
 
@@ -45,6 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="prompt i is drawn with seed + i")
     add("--stop", action="append", default=[], help="a text that ends a result; may be given several times")
     add("--stop-token", action="append", default=[], help="a token (its id or text) that ends a result; likewise")
+    add("--adapter", action="append", default=[], metavar="FOLDER[=WEIGHT]", help="attach an adapter; likewise")
     add("--logprobs", action="store_true", help="JSON lines, with the log-probability of each new token")
     add("--batch", type=int, default=32, help="prompts at a time")
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
@@ -53,6 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from tokenformer.adapters import attach_all
     from tokenformer.files import check_writable
     from tokenformer.hub.open import open_model, split_words
     from tokenformer.infer.engine import Engine
@@ -84,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
     if args.batch < 1:
         raise UserError(f"--batch is {args.batch}: give a number above 0")
     opened = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
+    opened.prepare = partial(attach_all, words=args.adapter)
     tokenizer = opened.tokenizer
     engine = Engine(opened.model.eval(), vocab=tokenizer.vocab_size)
     stop_ids = [stop_token(tokenizer, word) for word in args.stop_token]

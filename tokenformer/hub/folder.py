@@ -174,7 +174,10 @@ def write_folder(
 
 
 def write_tensors(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, tuple[torch.Size, torch.dtype]]
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
+    stem: str = "model",
 ) -> dict[str, str]:
     """Write safetensors files of at most SHARD_BYTES (or one tensor) each; return the file of each tensor."""
     shards: list[dict[str, int]] = [{}]
@@ -185,7 +188,7 @@ def write_tensors(
         shards[-1][name] = size
     coming, many, files = iter(tensors), len(shards), {}
     for i, shard in enumerate(shards, 1):
-        file = "model.safetensors" if many == 1 else f"model-{i:05d}-of-{many:05d}.safetensors"
+        file = f"{stem}.safetensors" if many == 1 else f"{stem}-{i:05d}-of-{many:05d}.safetensors"
         _write(folder / file, shard, kinds, coming)
         files |= dict.fromkeys(shard, file)
     return files

@@ -96,6 +96,8 @@ def locate(source: str | Path, values: bool = True) -> Located:
         path = snapshot(*path)
     if is_file(path) and path.suffix == ".yml":
         raise UserError(f"{source} is a config without weights: give weights, or train it first")
+    if is_file(path / "adapter.yml"):
+        raise UserError(f"{source} is an adapter, not a model: give its base, and --adapter {source}")
     if is_file(path / "config.yml") and any(path.glob("model*.safetensors")):
         return Located("ours", path)
     newest = newest_whole(path, values)
@@ -103,6 +105,8 @@ def locate(source: str | Path, values: bool = True) -> Located:
     if is_file(path / "state.json") and is_file(path / "model" / "config.yml"):
         if newest is None:
             check_manifest(path, values)
+        if is_file(path / "model" / "adapter.yml"):
+            raise UserError(f"{source} trains an adapter, not a model: give its base, and --adapter {source}")
         return Located("checkpoint", path / "model")
     about = path / "config.json"
     if is_file(about) and read_json(about).get("model_type") in ("tokenformer", "tokenformer_image"):
@@ -133,6 +137,7 @@ class Opened:
     device: "torch.device | str" = "cpu"
     dtype: "torch.dtype | None" = None
     raw: bool = False  # not the averaged weights of a run
+    prepare: Callable[[Any], Any] = lambda model: model  # what is done to the model before it is moved and cast
 
     @property
     def _readers(self) -> tuple[Callable[[Path], "ModelConfig"], Callable[[Path], Any]]:
@@ -157,7 +162,7 @@ class Opened:
 
     @cached_property
     def model(self) -> Any:
-        return self._readers[1](self.located.path).to(device=self.device, dtype=self.dtype)
+        return self.prepare(self._readers[1](self.located.path)).to(device=self.device, dtype=self.dtype)
 
     def tensors(self, stream: bool) -> tuple[Mapping[str, "Tensor"], Mapping[str, "torch.dtype"], list[dict]]:
         """Return tensors by name, their types and the growth history. With `stream` one tensor of our folder is in
@@ -335,7 +340,23 @@ def read_config(*names: str | Path, overrides: Sequence[str] = (), training: boo
     else:
         for raw in raws.values():
             ours = native.merge(ours, raw)
-    return native.build(native.Config, native.override(ours, overrides))
+    ours = native.override(ours, overrides)
+    if ours.get("adapter"):
+        given = "model" in asked or any("model" in raw and not means_weights(name) for name, raw in raws.items())
+        ours = _with_model_of_base(ours, given)
+    return native.build(native.Config, ours)
+
+
+def _with_model_of_base(raw: dict, given: bool) -> dict:
+    """Return the config of an adapter with the model of the weights that it starts with."""
+    if isinstance(raw["adapter"], dict) and raw["adapter"].get("base"):
+        return raw  # the config of a run, which names the digest of its base and that one's model
+    start = raw.get("start")
+    if not isinstance(start, str):
+        raise UserError("adapter needs the weights that it is trained on: give start=FOLDER")
+    if given:
+        raise UserError(f"adapter trains beside the model of {start}, but there is a section model: leave it out")
+    return {**raw, "model": native.to_dict(open_model(start).config)}
 
 
 def _raw(name: str | Path, scratch: bool) -> dict:

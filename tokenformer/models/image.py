@@ -81,6 +81,7 @@ class ImageModel(Trunk):
         wanted = [i % count for i in (range(count - wanted, count) if isinstance(wanted, int) else wanted)]
         seen: dict[int, Tensor] = {}
         x_BTD, view = self.embed(pixels, None)
+        view = self.with_active(view, x_BTD)
         for layer, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, view)
             seen[layer] = self.norm(x_BTD) if norm else x_BTD

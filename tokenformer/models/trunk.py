@@ -178,6 +178,7 @@ class Trunk(nn.Module):
         self.config = config.resolved()
         self.compute_dtype: torch.dtype | None = None  # None: as the parameters
         self.history: list[dict] = []  # the growths that led to this model
+        self.active: dict[str, float] = {}  # switches, with their weights, of calls that give none
         for name, module in first.items():
             self.add_module(name, module)
         self.blocks = nn.ModuleList(Block(self.config, layer) for layer in range(config.layers))
@@ -192,6 +193,7 @@ class Trunk(nn.Module):
 
     def run(self, x_BTD: Tensor, view: View) -> Tensor:
         """Run x through all blocks and the final norm; a pipeline stage runs those that it holds."""
+        view = self.with_active(view, x_BTD)
         if view.switches is not None:
             unknown = set(view.switches) - self.config.switch_names()
             if unknown:
@@ -200,6 +202,12 @@ class Trunk(nn.Module):
             drop = None if view.drop is None else view.drop[cast(Block, block).attention.layer]
             x_BTD = block(x_BTD, view._replace(drop=drop))
         return x_BTD if self.norm is None else self.norm(x_BTD)
+
+    def with_active(self, view: View, x_BTD: Tensor) -> View:
+        """Give a view without switches those of `active`."""
+        if view.switches is not None or not self.active:
+            return view
+        return view._replace(switches={name: x_BTD.new_full((len(x_BTD),), w) for name, w in self.active.items()})
 
     def trunks(self) -> dict[str, "Trunk"]:
         """The trunks of a model, by the prefix of their parameters' names."""

@@ -135,6 +135,7 @@ class Layout:
         self.held_earlier = {n for n in own if self.holders.get(n, place.pipeline) != place.pipeline}  # by a stage
         tied = holders and model.config.tied  # the first and the last stage hold the embedding
         self.tied_ends = {n for n in own if tied and parse(n, model.ends).role.kind == "table"}
+        self.elsewhere: set[str] = set()  # frozen parameters that checkpoints leave out: an adapter's base
         self.numbers = {name for name, p in own.items() if not p.ndim}  # which FSDP does not split: on every rank
 
     def freeze(self, names: Collection[str]) -> None:
@@ -190,7 +191,7 @@ class Layout:
         return Part(tensor.detach(), self.splits[name].shape, self.box(self.splits[name]))
 
     def parts(self) -> dict[str, Any]:
-        return {name: self.part(name, parameter) for name, parameter in self.named.items()}
+        return {name: self.part(name, p) for name, p in self.named.items() if name not in self.elsewhere}
 
     def whole(self, name: str, tensor: Tensor | None, number: bool = False) -> Tensor:
         """Gather all parts of a parameter (or of a tensor like it) on every rank. Every rank must call this."""

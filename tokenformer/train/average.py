@@ -16,7 +16,8 @@ class Average:
     def __init__(self, decay: float, layout: Layout, tensors: dict[str, Tensor] | None = None) -> None:
         """`tensors` are what the average is already; a parameter that is not among them enters it at its value."""
         self.decay, self.layout, given = decay, layout, tensors or {}
-        self.tensors = {n: given[n] if n in given else p.detach().clone() for n, p in layout.named.items()}
+        held = {name: p for name, p in layout.named.items() if name not in layout.elsewhere}
+        self.tensors = {n: given[n] if n in given else p.detach().clone() for n, p in held.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:

@@ -143,16 +143,17 @@ def reason(error: BaseException) -> str:
 
 def read_model(checkpoint: Path, layout: Layout) -> None:
     """Read the weights into the layout's own parameters; any layout may have written them."""
-    read_tensors(checkpoint / "model", layout.parts(), layout.splits, layout.place.groups.get("files"))
+    names = layout.splits.keys() - layout.elsewhere
+    read_tensors(checkpoint / "model", layout.parts(), names, layout.place.groups.get("files"))
 
 
 def read_average(checkpoint: Path, layout: Layout) -> dict[str, Tensor] | None:
     """Read this rank's part of the averaged weights, where the run had them."""
     if not (checkpoint / "average").is_dir():
         return None
-    found = {name: torch.empty_like(parameter) for name, parameter in layout.named.items()}
-    into = {name: layout.part(name, tensor) for name, tensor in found.items()}
-    read_tensors(checkpoint / "average", into, layout.splits, layout.place.groups.get("files"))
+    found = {name: torch.empty_like(p) for name, p in layout.named.items() if name not in layout.elsewhere}
+    into, names = {n: layout.part(n, tensor) for n, tensor in found.items()}, layout.splits.keys() - layout.elsewhere
+    read_tensors(checkpoint / "average", into, names, layout.place.groups.get("files"))
     return found
 
 

@@ -10,7 +10,7 @@ from tokenformer import config as native
 from tokenformer.config import Config
 from tokenformer.errors import UserError
 
-FIXED = ("batch", "seed", "start")  # with another value it would be another run; so would another model or optimizer
+FIXED = ("batch", "seed", "start", "adapter")  # another value makes another run; so do another model and optimizer
 OWN = {*".lock config.yml environment.json metrics.jsonl log trace.json checkpoints samples tensorboard wandb".split()}
 
 
@@ -65,6 +65,8 @@ def earlier(folder: Path, resume: bool) -> Config | None:
 def changes(folder: Path, was: Config, now: Config) -> list[str]:
     """Return what differs from the run's own config, in words. Refuse what would make it another run."""
     pairs = {name: (getattr(was, name), getattr(now, name)) for name in FIXED}
+    if now.adapter:  # its digest says which weights they are, wherever they lie now
+        del pairs["start"]
     pairs["task"] = (was.task or was.model.of, now.task or now.model.of)
     pairs["optimizer.kind"] = (was.optimizer.kind, now.optimizer.kind)
     if was.model.resolved() != now.model.resolved():

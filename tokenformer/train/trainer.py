@@ -25,6 +25,7 @@ from tokenformer.files import write_text
 from tokenformer.growth import progressive
 from tokenformer.growth.stages import Progress, chain, check_reached, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
+from tokenformer.hub.adapter_folder import ABOUT, about_text
 from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
 from tokenformer.hub.run_folder import Found, all_steps, find_newest
@@ -33,7 +34,7 @@ from tokenformer.models.cost import training_flops_per_sample
 from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
-from tokenformer.train import checkpoint, growing, loggers
+from tokenformer.train import adapting, checkpoint, growing, loggers
 from tokenformer.train.average import Average
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.classify import ClassifyTask
@@ -105,7 +106,12 @@ class Trainer:
         self.pattention_path = pattention.backend(like, "reference" if split else None)
         self.compiler = choose_compiler(c.train, self.device)
         first, history = None, []  # from a checkpoint they come later
-        if self.found.path is None:
+        if c.adapter and self.base:  # what a checkpoint does not hold comes from there, too
+            self.base.opened.check_tokenizer(self.task.files().get("tokenizer.json"))
+            self.build_model = adapting.builder(self.build_model, self.base, c.adapter)
+            first, history = adapting.first_values(self.base, c.seed, self.base.opened.model.ends), self.base.history
+            dtype = dtype or torch.float32  # the base may be held in bf16
+        elif self.found.path is None:
             first, history = first_values(c, self.build_model, self.task.files())
         self.place.start(self.device)  # so far every rank checked for itself; from here on they communicate
         torch.manual_seed(c.seed)
@@ -116,6 +122,9 @@ class Trainer:
         self.layout = self.parallelizer.make(self.chain[done], first)
         self.model, self.cost = self.layout.model, self.layout.model.cost()
         self.model.history = history
+        if self.base:
+            self.layout.elsewhere = {name for name, p in self.layout.named.items() if not p.requires_grad}
+            self.base = self.base._replace(tensors={})  # they are in the model now
         shares = {}
         if done:
             shares = growing.after_growth(self.layout, self.build_model, self.chain[done - 1], self.stages[done - 1])
@@ -134,6 +143,9 @@ class Trainer:
         small_first = not isinstance(self.config.growth, list)
         self.config, self.stages = progressive.resolve(self.config)
         self.said = progressive.describe(self.config) if small_first else []
+        self.base = None
+        if self.config.adapter:
+            self.config, self.base = adapting.find_base(self.config, self.config.adapter)
         before = earlier(self.folder, self.resuming)
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
@@ -141,7 +153,7 @@ class Trainer:
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen, self.found = all_steps(self.folder), Found(None, [], [])
         self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
-        self.chain, self.grown = chain(self.config.model, self.stages), Progress()
+        self.chain, self.grown = chain(self.base.model if self.base else self.config.model, self.stages), Progress()
         self.costs = [training_flops_per_sample(model) for model in self.chain]
         if before is not None:  # the first rank reads every byte, and the others use the checkpoint that it found
             self.place.start(self.device)
@@ -218,6 +230,9 @@ class Trainer:
         say(f"{self.folder}: {c.model.kind} of {self.cost.parameters:,} parameters, {recipe}")
         shares = f"{c.micro_batch} × {self.task.loader.micro_batches} accumulated × {self.place.data_world} ranks"
         say(f"batch {c.batch} = {shares}, {self.task.units_per_step:,} {self.task.unit} per step, {c.steps} steps")
+        if c.adapter:
+            count = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            say(f"an adapter of {count:,} parameters learns; {c.start} ({str(c.adapter.base)[:12]}) is frozen")
         if any(trunk.kind == "tokenformer" for trunk in c.model.trunks.values() or [c.model]):
             path = self.pattention_path
             why = ", the kernels being for GPUs" if path == "reference" and self.device.type == "cpu" else ""
@@ -387,6 +402,8 @@ class Trainer:
             state = {"format": 1, "step": self.step, "rng": checkpoint.rng_state()}
             state |= {name: part.state_dict() for name, part in self.parts.items()}
             beside = sidecars(self.model.config, self.model.history) | self.task.files()
+            if (adapter := self.config.adapter) is not None:
+                beside[ABOUT] = about_text(str(self.config.start), str(adapter.base))
             with self.failures_reported():
                 average = self.average.tensors if self.average else None
                 self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state, average)

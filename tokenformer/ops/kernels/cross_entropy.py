@@ -52,13 +52,15 @@ def _loss(logits, labels, losses, ignore, W: tl.constexpr, BLOCK: tl.constexpr, 
 
 @torch.library.custom_op("tokenformer::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, chunk: int, grad: bool
+    hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, chunk: int, grad: bool, learns: bool
 ) -> list[Tensor]:
-    """The loss summed over all rows and, with `grad`, its gradients with respect to `hidden` and `weight`."""
+    """The loss summed over all rows and, with `grad`, its gradients with respect to `hidden` and, if that one `learns`,
+    `weight`.
+    """
     losses = hidden.new_empty(len(hidden), dtype=torch.float32)
     dhidden = torch.empty_like(hidden) if grad else hidden.new_empty(0)
     wide = hidden.is_cuda and hidden.dtype != torch.float32  # 16-bit types: chunks are added in fp32
-    dweight = torch.zeros_like(weight, dtype=torch.float32) if grad else hidden.new_empty(0, dtype=torch.float32)
+    dweight = torch.zeros_like(weight, dtype=torch.float32) if learns else hidden.new_empty(0, dtype=torch.float32)
     logits = hidden.new_empty(min(chunk, len(hidden)), len(weight))
     for first in range(0, len(hidden), chunk):
         rows, here = hidden[first : first + chunk], slice(first, first + chunk)
@@ -68,29 +70,29 @@ def linear_cross_entropy(
         )
         if grad:
             torch.mm(part, weight, out=dhidden[here])
-            if wide:
-                torch.addmm(dweight, part.T, rows, out_dtype=torch.float32, out=dweight)
-            else:
-                dweight.addmm_(part.T.float(), rows.float())
+        if learns and wide:
+            torch.addmm(dweight, part.T, rows, out_dtype=torch.float32, out=dweight)
+        elif learns:
+            dweight.addmm_(part.T.float(), rows.float())
     return [losses.sum(), dhidden, dweight]
 
 
 @linear_cross_entropy.register_fake
-def _(hidden, weight, labels, ignore, chunk, grad):
+def _(hidden, weight, labels, ignore, chunk, grad, learns):
     nothing = hidden.new_empty(0)
-    dweight = torch.empty_like(weight, dtype=torch.float32) if grad else nothing.float()
+    dweight = torch.empty_like(weight, dtype=torch.float32) if learns else nothing.float()
     return [hidden.new_empty((), dtype=torch.float32), torch.empty_like(hidden) if grad else nothing, dweight]
 
 
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
-    ctx.dtype = inputs[1].dtype
+    ctx.dtype, ctx.learns = inputs[1].dtype, inputs[6]
 
 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple:
     dhidden, dweight = ctx.saved_tensors
-    scaled = (dhidden.float() * gradients[0]).to(dhidden.dtype), (dweight * gradients[0]).to(ctx.dtype)
-    return *scaled, None, None, None, None
+    scaled = (dhidden.float() * gradients[0]).to(dhidden.dtype)
+    return scaled, (dweight * gradients[0]).to(ctx.dtype) if ctx.learns else None, None, None, None, None, None
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_save)
@@ -98,4 +100,4 @@ linear_cross_entropy.register_autograd(_backward, setup_context=_save)
 
 def fused(hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, chunk: int) -> Tensor:
     grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return linear_cross_entropy(hidden, weight, labels, ignore, chunk, grad)[0]
+    return linear_cross_entropy(hidden, weight, labels, ignore, chunk, grad, grad and weight.requires_grad)[0]

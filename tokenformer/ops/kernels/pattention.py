@@ -335,14 +335,21 @@ class Fused(torch.autograd.Function):
         thetas = [g @ v.T for g, v in zip(own, values, strict=True)]  # gradients of Θ
         weights, slopes = torch.ops.tokenformer.theta_backward(thetas, scores, totals, *ctx.layout)
         base = grads[-1] if ctx.onto in ("input", "fork") else None
-        if base is None:
+        wanted = ctx.needs_input_grad  # no product is computed for what is frozen
+        if not wanted[0]:
+            dx = None
+        elif base is None:
             dx = slopes @ keys
         else:
             dx = base.clone()
             torch.ops.tokenformer.add_product_(dx, slopes, keys)
-        dvalues = [weights[:, place].T @ g for place, g in zip(columns(sizes, members), own, strict=True)]
+        dkeys = slopes.T @ x if wanted[7] else None
+        dvalues = [
+            weights[:, place].T @ g if learns else None
+            for place, g, learns in zip(columns(sizes, members), own, wanted[8:], strict=True)
+        ]
         dresidual = own[0] if ctx.onto == "residual" else None
-        return dx, dresidual, None, None, None, None, None, slopes.T @ x, *dvalues
+        return dx, dresidual, None, None, None, None, None, dkeys, *dvalues
 
 
 def fused(

@@ -1,0 +1,78 @@
+"""Adapters on the command line: generate and eval with them, list, merge and add."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tokenformer
+from tests.test_adapters import make_adapter, make_base
+from tokenformer.cli.main import main
+from tokenformer.data.text.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    base = make_base(vocab=384)
+    tokenformer.save(base, tmp_path / "base", tokenizer_json=load_tokenizer("byte").to_json())
+    make_adapter(tmp_path / "books", base, 1, qkv=5, ffn=7)
+    make_adapter(tmp_path / "poems", base, 2, ffn=4, layers=[1])
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 3)
+    return tmp_path
+
+
+def loss(folder: Path, model: str, *words: str) -> float:
+    out = folder / "out.json"
+    measure = ["eval", str(folder / model), "--text", str(folder / "text.txt"), "--out", str(out), "--force"]
+    assert main([*measure, *words]) == 0
+    (found,) = json.loads(out.read_text())["texts"].values()
+    return found["loss"]
+
+
+def test_eval_with_adapters_is_eval_of_the_merged_model_and_of_the_sum(folder, capsys):
+    plain, books = loss(folder, "base"), f"{folder / 'books'}=0.5"
+    attached = loss(folder, "base", "--adapter", books, "--adapter", str(folder / "poems"))
+    assert abs(attached - plain) > 1e-3
+    assert abs(loss(folder, "base", "--adapter", f"{folder / 'books'}=0") - plain) < 1e-6
+    two = [books, str(folder / "poems")]
+    assert main(["adapter", "merge", str(folder / "base"), *two, "--out", str(folder / "merged")]) == 0
+    assert main(["adapter", "add", *two, "--out", str(folder / "sum")]) == 0
+    assert abs(loss(folder, "merged") - attached) < 1e-6
+    assert abs(loss(folder, "base", "--adapter", str(folder / "sum")) - attached) < 1e-6
+    said = capsys.readouterr().out
+    assert "merged: a model of" in said and "sum: an adapter of" in said
+    assert main(["adapter", "list", *two]) == 0
+    said = capsys.readouterr().out
+    assert "ffn 7, qkv 5" in said and "base" in said and "1,600" not in said.split("poems")[1]
+
+
+def test_generate_with_an_adapter_is_generate_of_the_merged_model(folder, capsys):
+    def text(model: str, *words: str) -> str:
+        assert main(["generate", str(folder / model), "--prompt", "It was", "--tokens", "12", *words]) == 0
+        return capsys.readouterr().out
+
+    books = str(folder / "books")
+    assert main(["adapter", "merge", str(folder / "base"), books, "--out", str(folder / "merged")]) == 0
+    capsys.readouterr()
+    assert text("base", "--adapter", books) == text("merged") != text("base")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "merged", "--prompt", "x", "--adapter", "books"], "these are other weights"),
+        (["generate", "base", "--prompt", "x", "--adapter", "books=much"], "is no adapter with a weight"),
+        (["generate", "base", "--prompt", "x", "--adapter", "nowhere/at/all"], "there is nothing at"),
+        (["generate", "base", "--prompt", "x", "--adapter", "books", "--adapter", "books"], "a switch 'books' already"),
+        (["generate", "books", "--prompt", "x"], "is an adapter, not a model: give its base, and --adapter"),
+        (["adapter", "add", "books", "--out", "poems"], "is there already"),
+        (["adapter", "merge", "base", "base", "--out", "new"], "holds no adapter"),
+    ],
+)
+def test_one_sentence_for_what_cannot_be(folder, capsys, monkeypatch, words, said):
+    monkeypatch.chdir(folder)
+    assert main(["adapter", "merge", "base", "poems", "--out", "merged"]) == 0
+    capsys.readouterr()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1

@@ -1,0 +1,186 @@
+"""Adapters in memory: detached, the model is its base bit for bit; attached ones add up; merged, they are plain."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import tokenformer
+from tokenformer.adapters import added, base_of, digest, merged
+from tokenformer.config import LayerOverride, ModelConfig
+from tokenformer.errors import UserError
+from tokenformer.hub.adapter_folder import AdapterFile, read_adapter, write_adapter
+from tokenformer.models import build
+from tokenformer.models.names import parse
+from tokenformer.ops.pattention import THETAS
+
+SHAPE = {"layers": 2, "dim": 32, "heads": 2, "vocab": 64, "context": 32, "qkv_tokens": [8, 12], "proj_tokens": 9}
+UNEVEN = {1: LayerOverride(ffn_tokens=[16, 8, 4])}
+IDS = torch.randint(64, (3, 10), generator=torch.Generator().manual_seed(0))
+
+
+def make_base(**keys):
+    model = build(ModelConfig(**{**SHAPE, "ffn_tokens": 24, "layer_overrides": UNEVEN, **keys}))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.3)
+    return model
+
+
+def make_adapter(folder: Path, model, seed: int, also: tuple[str, ...] = (), layers=(0, 1), **tokens: int) -> Path:
+    """An adapter with random values: (rows of) ffn, query, … → tokens."""
+    tensors, widths = {}, {"proj": "attention.proj", "ffn": "ffn"}
+    parts = {w: [widths[w]] if w in widths else [f"attention.{p}" for p in ("query", "key", "value")] for w in tokens}
+    draw = torch.Generator().manual_seed(seed)
+    for layer, which in itertools.product(layers, tokens):
+        for part in parts[which]:
+            at = len(model.blocks[layer].get_submodule(part).segments)
+            for half in ("key_tokens", "value_tokens"):
+                name = f"blocks.{layer}.{part}.segments.{at}.{half}"
+                tensors[name] = torch.randn(tokens[which], 32, generator=draw) * 0.3
+    for name in also:
+        tensors[name] = model.get_parameter(name).detach() + torch.randn(32, generator=draw) * 0.1
+    write_adapter(folder, AdapterFile("base", digest(*base_of(model))), tensors, [{"what": "adapter", "seed": seed}])
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path) -> dict[str, Path]:
+    base = make_base()
+    return {
+        "a": make_adapter(tmp_path / "a", base, 1, qkv=5, ffn=7),
+        "b": make_adapter(tmp_path / "b", base, 2, proj=3, ffn=4, layers=[1]),
+        "c": make_adapter(tmp_path / "c", base, 3, qkv=6, also=("norm.weight", "norm.bias")),
+    }
+
+
+def logits(model, **how) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS, **how).logits
+
+
+def far(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+def by_hand(folders, weights: dict[str, float]) -> torch.Tensor:
+    """The sum, on a plain model of all segments whose values are multiplied by the weights."""
+    base, tensors = make_base(), {}
+    state = {name: p.detach().clone() for name, p in base.named_parameters()}
+    sizes = {(which, layer): list(s) for which in ("qkv", "proj", "ffn") for layer in (0, 1)
+             for s in [base.config.segments(which, layer)]}  # fmt: skip
+    for adapter, weight in weights.items():
+        taken = {at: len(s) for at, s in sizes.items()}
+        for text, tensor in read_adapter(folders[adapter]).tensors.items():
+            if text in base.state_dict():
+                state[text] = state[text] + weight * (tensor - base.state_dict()[text])
+                continue
+            name = parse(text, {})
+            which = name.projection if name.projection in ("proj", "ffn") else "qkv"
+            at = taken[which, name.layer]
+            tensors[name._replace(segment=at).text] = tensor * (weight if name.role.kind == "value" else 1)
+            if name.role.kind == "value" and name.projection in ("query", "proj", "ffn"):
+                sizes[which, name.layer].append((len(tensor), len(tensor) ** 0.5))
+    overrides = {
+        layer: LayerOverride(**{f"{w}_tokens": [n for n, _ in sizes[w, layer]] for w in ("qkv", "proj", "ffn")})
+        for layer in (0, 1)
+    }
+    plain = build(ModelConfig(**SHAPE, ffn_tokens=24, layer_overrides=overrides))
+    plain.load_state_dict({**state, **tensors})
+    return logits(plain)
+
+
+def test_detached_is_the_base_bit_for_bit(folders):
+    model, plain = make_base(), logits(make_base())
+    for name, folder in folders.items():
+        assert tokenformer.attach(model, folder, name) is model
+    assert far(logits(model), plain) > 0.1
+    with tokenformer.detached(model, "a", "b", "c"):
+        assert torch.equal(logits(model), plain)
+        assert torch.equal(logits(model, switches={}), plain)
+    with tokenformer.detached(model):
+        assert torch.equal(logits(model), plain)
+    assert model.active == {"a": 1.0, "b": 1.0, "c": 1.0}
+    tokenformer.active(model, {})
+    assert torch.equal(logits(model), plain)
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in make_base().named_parameters())
+
+
+def test_attached_in_any_order_and_weight_is_the_sum(folders):
+    weights = {"a": 0.5, "b": -2.0, "c": 1.5}
+    wanted = by_hand(folders, weights)
+    for order in itertools.permutations(folders):
+        model = make_base()
+        for name in order:
+            tokenformer.attach(model, folders[name], name)
+        tokenformer.active(model, weights)
+        assert far(logits(model), wanted) < 1e-6, order
+        with tokenformer.detached(model, "b"):
+            assert far(logits(model), by_hand(folders, {"a": 0.5, "c": 1.5})) < 1e-6
+    assert far(by_hand(folders, {"a": 0.5, "b": 2.0, "c": 1.5}), wanted) > 1e-2  # the sum depends on the weights
+
+
+def test_each_row_of_a_batch_has_its_own_adapters(folders):
+    model = tokenformer.attach(tokenformer.attach(make_base(), folders["a"], "a"), folders["b"], "b")
+    rows = [{"a": 1.0}, {"b": 0.7}, {}]
+    switches = {name: torch.tensor([row.get(name, 0.0) for row in rows]) for name in ("a", "b")}
+    together = logits(model, switches=switches)
+    for i, row in enumerate(rows):
+        tokenformer.active(model, row)
+        assert far(together[i : i + 1], model(IDS[i : i + 1]).logits) < 1e-6
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_merged_is_attached(tmp_path, theta):
+    model = make_base(theta=theta)
+    tokenformer.attach(model, make_adapter(tmp_path / "a", model, 1, qkv=5, ffn=7), "a")
+    base = make_base(theta=theta)
+    tokenformer.attach(model, make_adapter(tmp_path / "b", base, 2, ffn=4, also=("norm.bias",), layers=[1]), "b")
+    tokenformer.attach(model, make_adapter(tmp_path / "c", base, 3, proj=2), "left out")
+    tokenformer.active(model, {"a": 0.5, "b": 1.5})
+    plain = merged(model)
+    assert not plain.config.switch_names() and plain.config.segments("ffn", 1)[-1] == (4, 2.0)
+    assert far(logits(plain), logits(model)) < 1e-6
+    tokenformer.save(plain, tmp_path / "plain")
+    assert torch.equal(logits(tokenformer.load(tmp_path / "plain")), logits(plain))
+    assert plain.history[-1] == {"what": "merge_adapters", "number": 0, "weights": {"a": 0.5, "b": 1.5}}
+
+
+def test_a_sum_of_adapters_is_an_adapter(folders, tmp_path):
+    summed = added([(read_adapter(folders["a"]), 0.5), (read_adapter(folders["b"]), -2.0)])
+    write_adapter(tmp_path / "sum", summed.about, summed.tensors, summed.history)
+    again = added([(read_adapter(tmp_path / "sum"), 2.0), (read_adapter(folders["b"]), 4.0)])
+    write_adapter(tmp_path / "again", again.about, again.tensors, again.history)
+    model = tokenformer.attach(make_base(), tmp_path / "sum", "sum")
+    assert far(logits(model), by_hand(folders, {"a": 0.5, "b": -2.0})) < 1e-6
+    model = tokenformer.attach(make_base(), tmp_path / "again", "again")
+    assert far(logits(model), by_hand(folders, {"a": 1.0})) < 1e-6
+    with pytest.raises(UserError, match=r"also moves 'norm.bias' of its base, which a sum cannot hold"):
+        added([(read_adapter(folders["c"]), 1.0)])
+
+
+def test_another_base_is_refused_and_untouched(folders):
+    model = make_base()
+    with torch.no_grad():
+        model.embedding.weight[0, 0] += 1e-6
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(UserError, match=r"is an adapter of base with digest .{12}, and these are other weights"):
+        tokenformer.attach(model, folders["a"], "a")
+    assert not model.active and all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert before.keys() == dict(model.named_parameters()).keys()
+
+
+def test_names_and_weights_that_cannot_be(folders):
+    model = tokenformer.attach(make_base(), folders["a"], "a")
+    other = build(ModelConfig(layers=1, dim=8, heads=1, kind="llama"))
+    for action, said in (
+        (lambda: tokenformer.attach(model, folders["b"], "a"), "has a switch 'a' already"),
+        (lambda: tokenformer.attach(model, folders["b"], ""), "needs a name"),
+        (lambda: tokenformer.active(model, {"b": 1.0}), "no adapter 'b' is attached: there are a"),
+        (lambda: tokenformer.active(model, {"a": float("nan")}), "the weight of 'a' is nan"),
+        (lambda: tokenformer.attach(other, folders["a"], "a"), "no parameter tokens"),
+    ):
+        with pytest.raises(UserError, match=said):
+            action()
+    assert model.active == {"a": 1.0}

@@ -1,0 +1,239 @@
+"""Adapters: segments of parameter tokens that were trained beside a frozen base, and are attached to it by name.
+
+Unusual: an attached adapter is a switch. Without it the model computes the base, bit for bit; several add up, because
+segments do. A base is known by its digest, so an adapter never meets another model.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenformer.config import PROJECTION_OF, ModelConfig, to_dict
+from tokenformer.errors import UserError
+from tokenformer.growth.model import with_tensors
+from tokenformer.growth.shape import Table, table, with_table
+from tokenformer.hub.adapter_folder import Adapter, read_adapter
+from tokenformer.hub.fill import empty
+from tokenformer.models.layers import Segment
+from tokenformer.models.names import parse
+from tokenformer.strict import need
+
+
+def digest(config: ModelConfig, tensors: Mapping[str, Tensor]) -> str:
+    """Return the sha256 of a model: of its config, and of the names, shapes and fp32 bytes of its tensors.
+
+    It is the same whatever kind of folder the model lies in.
+    """
+    config = with_table(config.resolved(), table(config))  # one way of writing each shape
+    found = hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().float().cpu().contiguous()
+        found.update(f"\n{name} {list(tensor.shape)}\n".encode())
+        found.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+    return found.hexdigest()
+
+
+def base_of(model: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Return the config and the tensors of a model without the adapters that are attached to it."""
+    attached, config = getattr(model, "adapters", {}), model.config
+    need(config.kind == "tokenformer" and not config.trunks, "the model has no parameter tokens that adapters add to")
+    rows = {w: [[s for s in own if s[2] not in attached] for own in layers] for w, layers in table(config).items()}
+    config = with_table(config, rows)
+    own = {name for name, _ in empty(config).named_parameters()}  # adapters come behind the base's segments
+    values = getattr(model, "base_values", {})
+    return config, {n: values.get(n, p.detach()) for n, p in model.named_parameters() if n in own}
+
+
+def with_segments(config: ModelConfig, new: Mapping[tuple[str, int], Sequence[int]], name: str) -> ModelConfig:
+    """Return the config with new segments of these sizes, by projection (qkv, proj, ffn) and layer, under a switch."""
+    rows: Table = table(config)
+    for (which, layer), sizes in new.items():
+        rows[which][layer] = [*rows[which][layer], *((n, math.sqrt(n), name) for n in sizes)]
+    return with_table(config, rows)
+
+
+def sizes_of(adapter: Adapter, config: ModelConfig, ends: Any) -> dict[tuple[str, int], list[int]]:
+    """Return the sizes of an adapter's segments by projection and layer. Refuse tensors that do not fit the base."""
+    found: dict[tuple[str, int], dict[int, int]] = {}
+    where, own = adapter.source, {n: list(p.shape) for n, p in empty(config).named_parameters()}
+    for text, tensor in adapter.tensors.items():
+        try:
+            name = parse(text, ends)
+        except ValueError:
+            raise UserError(f"{where} holds '{text[:80]}', which is no part of an adapter: get it anew") from None
+        if text not in own and name.segment is not None and name.layer is not None:
+            need(name.layer < config.layers, f"{where} is for layer {name.layer}, but its base has {config.layers}")
+            need(name.segment < 1000, f"{where} has a segment {name.segment}: at most 1,000 are possible, get it anew")
+            found.setdefault((PROJECTION_OF[name.projection], name.layer), {})[name.segment] = len(tensor)
+    sizes = {at: [size for _, size in sorted(segments.items())] for at, segments in found.items()}
+    expected = {n: list(p.shape) for n, p in empty(with_segments(config, sizes, "adapter")).named_parameters()}
+    shapes = {name: list(tensor.shape) for name, tensor in adapter.tensors.items()}
+    for name in sorted((expected.keys() - own.keys()) | shapes.keys()):
+        if expected.get(name) != shapes.get(name):
+            has = f"has shape {shapes[name]}" if name in shapes else "is missing"
+            wanted = f"{expected[name]} is needed" if name in expected else "there is no place for it"
+            raise UserError(f"{where}: '{name[:80]}' {has}, but {wanted}: get the adapter anew")
+    return sizes
+
+
+def attach(model: Any, folder: str | Path, name: str) -> Any:
+    """Attach an adapter to its base, in place, and return the model. It counts with weight 1 until `active` says else.
+
+    All is checked before the model is touched. Give the model as it is stored: after a cast it is no longer known.
+    """
+    need(bool(name), "an adapter needs a name: give a word")
+    taken = name in model.config.switch_names()
+    need(not taken, f"the model has a switch '{name}' already: give the adapter another name")
+    adapter = read_adapter(folder)
+    config, base = base_of(model)
+    if digest(config, base) != adapter.about.sha256:
+        raise UserError(
+            f"{folder} is an adapter of {adapter.about.base[:200]} with digest {adapter.about.sha256[:12]}, and these "
+            "are other weights: attach it to its own base, before that is cast to another type"
+        )
+    sizes = sizes_of(adapter, config, model.ends)
+    new = [parse(text, model.ends) for text in adapter.tensors if text not in base]
+    for at in sorted((n for n in new if n.role.kind == "key"), key=lambda n: n.segment or 0):
+        layer = model.blocks[at.layer].get_submodule(at.part)
+        _append(layer, adapter.tensors[at.text], adapter.tensors[at._replace(leaf="value_tokens").text], name)
+    model.config = with_segments(model.config, sizes, name)
+    moved = {n: t.to(base[n]) for n, t in adapter.tensors.items() if n in base}
+    model.adapters = {**getattr(model, "adapters", {}), name: {n: t - base[n] for n, t in moved.items()}}
+    model.base_values = {**getattr(model, "base_values", {}), **{n: base[n].clone() for n in moved}}
+    active(model, {**model.active, name: 1.0})
+    return model
+
+
+def _append(layer: Any, key: Tensor, value: Tensor, name: str) -> None:
+    like = layer.segments[0].key_tokens
+    with torch.device("meta"):
+        segment = Segment(key.shape[1], value.shape[1], len(key), math.sqrt(len(key)))
+    segment.key_tokens, segment.value_tokens = (
+        nn.Parameter(t.to(like, copy=True), requires_grad=like.requires_grad) for t in (key, value)
+    )
+    layer.segments.append(segment)
+    layer.switch = (*layer.switch, name)
+
+
+def split_weight(word: str) -> tuple[str, float]:
+    """Split what a command line says of an adapter: FOLDER or FOLDER=WEIGHT.
+
+    >>> split_weight("books=0.5"), split_weight("books")
+    (('books', 0.5), ('books', 1.0))
+    """
+    source, equals, weight = word.rpartition("=")
+    if not equals or Path(word).exists():
+        return word, 1.0
+    try:
+        return source, float(weight)
+    except ValueError:
+        raise UserError(f"{word} is no adapter with a weight: write FOLDER or FOLDER=0.5") from None
+
+
+def attach_all(model: Any, words: Sequence[str]) -> Any:
+    """Attach the adapters that a command line names, each under its folder's name; return the model."""
+    weights = {}
+    for word in words:
+        source, weight = split_weight(word)
+        name = Path(source).resolve().name
+        attach(model, source, name)
+        weights[name] = weight
+    active(model, {**model.active, **weights})
+    return model
+
+
+@torch.no_grad()
+def active(model: Any, weights: Mapping[str, float]) -> None:
+    """Set which adapters count, and with which weight, in calls that give no `switches`; the others do not count.
+
+    A call may give weights of its own, one per sample: `model(ids, switches={"books": torch.tensor([1.0, 0.0])})`.
+    """
+    for name, weight in weights.items():
+        known = ", ".join(sorted(model.config.switch_names())) or "none"
+        need(name in model.config.switch_names(), f"no adapter '{name}' is attached: there are {known}")
+        need(math.isfinite(weight), f"the weight of '{name}' is {weight}: give a finite number")
+    model.active = {name: float(weight) for name, weight in weights.items()}
+    for name, base in getattr(model, "base_values", {}).items():
+        moves = [(weights[a], moved[name]) for a, moved in model.adapters.items() if a in weights and name in moved]
+        total = sum((weight * move for weight, move in moves), torch.zeros(())) if moves else None
+        model.get_parameter(name).copy_(base if total is None else base + total)
+
+
+@contextlib.contextmanager
+def detached(model: Any, *names: str) -> Iterator[Any]:
+    """Let the model compute without these adapters meanwhile; without names, without all of them."""
+    before = model.active
+    active(model, {name: weight for name, weight in before.items() if names and name not in names})
+    try:
+        yield model
+    finally:
+        active(model, before)
+
+
+@torch.no_grad()
+def merged(model: Any) -> Any:
+    """Return a plain model that computes what the model does with its active adapters; the others are left out."""
+    weights, rows = model.active, table(model.config)
+    left_out = set(getattr(model, "adapters", {})) - set(weights)
+    tensors: dict[str, Tensor] = {}
+    for text, parameter in model.named_parameters():
+        name, tensor = parse(text, model.ends), parameter.detach()
+        if name.segment is not None and name.layer is not None:
+            switches = [switch for *_, switch in rows[PROJECTION_OF[name.projection]][name.layer]]
+            switch = switches[name.segment]
+            if switch in left_out:
+                continue
+            if switch in weights and name.role.kind == "value":
+                tensor = tensor * weights[switch]
+            before = sum(switch in left_out for switch in switches[: name.segment])
+            text = name._replace(segment=name.segment - before).text
+        tensors[text] = tensor.clone()
+    kept = {
+        which: [[(n, tau, "" if s in weights else s) for n, tau, s in own if s not in left_out] for own in layers]
+        for which, layers in rows.items()
+    }
+    event = {"what": "merge_adapters", "number": len(model.history), "weights": dict(weights)}
+    return with_tensors(model, with_table(model.config, kept), tensors, event)
+
+
+def added(weighted: Sequence[tuple[Adapter, float]]) -> Adapter:
+    """Return one adapter that is the weighted sum of several adapters of one base: all their segments, side by side."""
+    first, taken = weighted[0][0], Counter[str]()  # segments that stand at a place already
+    tensors: dict[str, Tensor] = {}
+    for adapter, weight in weighted:
+        need(
+            adapter.about.sha256 == first.about.sha256,
+            f"{first.source} and {adapter.source} are adapters of two bases ({first.about.base[:200]}, "
+            f"{adapter.about.base[:200]}): only those of one base can be added",
+        )
+        need(math.isfinite(weight), f"the weight of {adapter.source} is {weight}: give a finite number")
+        here = Counter[str]()
+        for text, tensor in adapter.tensors.items():
+            name = segment_name(text)
+            need(
+                name is not None,
+                f"{adapter.source} also moves '{text[:80]}' of its base, which a sum cannot hold: merge it instead",
+            )
+            place = name._replace(segment=0).text
+            here[place] += 1
+            scale = weight if name.role.kind == "value" else 1.0
+            tensors[name._replace(segment=name.segment + taken[place]).text] = tensor * scale
+        taken += here
+    history = [{"what": "add", "of": [[a.source, weight] for a, weight in weighted]}]
+    return Adapter("the sum", first.about, tensors, history)
+
+
+def segment_name(text: str) -> Any:
+    """Return the parsed name of a segment's tensor; None if it is another parameter."""
+    with contextlib.suppress(ValueError):
+        name = parse(text, {})
+        return name if name.segment is not None else None
+    return None
