@@ -1,16 +1,19 @@
 """Configs: strict keys, types, overrides, bases, segments and τ, and the way back to YAML."""
 
 import dataclasses
+import json
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenformer import config as c
+from tokenformer import config_data, config_growth, config_train
 from tokenformer.config import Config, LayerOverride, ModelConfig
 from tokenformer.errors import UserError
-from tokenformer.strict import parse_yaml
+from tokenformer.strict import all_keys, parse_yaml
 
 SMALL = "model: {layers: 2, dim: 32, heads: 4, qkv_tokens: 8, proj_tokens: 8, ffn_tokens: 16}\n"
 
@@ -43,12 +46,17 @@ def test_whole_floats_are_whole_numbers_and_a_base_is_laid_under(tmp_path):
 @pytest.mark.parametrize(
     ("text", "overrides", "sentence"),
     [
-        ("model: {layres: 2}", [], "unknown key 'model.layres': did you mean 'layers'?"),
+        ("model: {layres: 2}", [], "unknown key 'model.layres': did you mean 'model.layers'?"),
         ("modell: {}", [], "did you mean 'model'"),
         ("model: {layers: 2, dim: 32}", [], "key 'model.heads' is missing"),
         ("{}", [], "key 'model' is missing"),
         ("- 1", [], "should hold keys and values"),
-        ("model: [", [], "is not YAML"),
+        ("model: [", [], "is not YAML that we read"),
+        ("model:\n\tlayers: 2", [], "my.yml, line 2, begins with a tab: use spaces"),
+        ("model: {layers: 2\nsteps: 3", [], "my.yml, line 2, has a bracket that is not closed"),
+        ("a: b: c", [], "my.yml, line 1, has a second colon"),
+        ("model:\n  layers: 2\n dim: 3", [], "my.yml, line 3, is indented in another way"),
+        ("", [], "my.yml should hold keys and values, such as 'model:', but is empty"),
         ("model: {layers: 1, layers: 2}", [], "stands twice"),
         (SMALL, ["model.layers=two"], "model.layers is 'two', but must be a whole number"),
         (
@@ -78,7 +86,8 @@ def test_whole_floats_are_whole_numbers_and_a_base_is_laid_under(tmp_path):
         (SMALL, ["model.tau={ffn: [0]}"], "finite number above 0"),
         (SMALL, ["model.tau={ffn: [.inf]}"], "finite number above 0"),
         (SMALL, ["model.layer_overrides={7: {ffn_tokens: 4}}"], "names layer 7, but layers go from 0 to 1"),
-        (SMALL, ["model.kind=transformer"], "has no meaning for kind transformer"),
+        (SMALL.replace("model: {", "model: {kind: transformer, "), [], "has no meaning for kind transformer"),
+        (SMALL, ["model.kind=transformer", "model.tau={ffn: [1]}"], "model.tau has no meaning for kind transformer"),
         (SMALL, ["model.ffn_dim=8"], "has no meaning for kind tokenformer"),
         (SMALL, ["model.rotary_fraction=0.4"], "gives an even number"),
         (SMALL, ["model.qkv_tokens=null"], "model.qkv_tokens is missing"),
@@ -90,6 +99,24 @@ def test_what_is_wrong_is_said_in_one_sentence(tmp_path, text, overrides, senten
         c.load(write(tmp_path, text), overrides=overrides)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("growth", ["progressive", "{progressive: {hops: 2}}", "[{at: {step: 9}, ffn_tokens: 32}]"])
+@pytest.mark.parametrize("kind", ["transformer", "llama"])
+def test_another_kind_drops_what_has_no_meaning_there_wherever_it_stands(tmp_path, growth, kind):
+    path = write(tmp_path, f"{SMALL[:-2]}, tau: {{ffn: [4.0]}}}}\nsteps: 20\ngrowth: {growth}\n")
+    above = write(tmp_path, f"base: my.yml\nmodel: {{kind: {kind}}}", "above.yml")
+    second = write(tmp_path, f"model: {{kind: {kind}, ffn_dim: 24}}", "second.yml")
+    for config in c.load(path, overrides=[f"model.kind={kind}"]), c.load(above), c.load(path, second):
+        model = config.model
+        assert (model.kind, model.dim, config.steps, config.growth) == (kind, 32, 20, [])
+        assert (model.ffn_tokens, model.tau) == (None, {})
+    assert c.load(second, path, overrides=["model.kind=tokenformer"]).model.ffn_tokens == 16  # and the other way round
+
+
+def test_growth_of_what_another_kind_has_too_stays(tmp_path):
+    path = write(tmp_path, f"{SMALL}growth: [{{at: {{plateau: 0.01, patience: 2}}, layers: 4}}]\n")
+    assert len(c.load(path, overrides=["model.kind=transformer"]).growth) == 1
 
 
 def test_an_unknown_preset_gets_a_suggestion():
@@ -156,16 +183,25 @@ def test_a_config_goes_to_yaml_and_to_json_and_back(tokens, layers, theta, tau, 
     assert c.build(Config, json.loads(json.dumps(c.to_dict(whole)))) == whole
 
 
-def test_every_key_is_documented_where_it_is_declared():
-    def walk(cls):
-        for field in dataclasses.fields(cls):
-            assert field.metadata.get("doc"), f"{cls.__name__}.{field.name}"
-            kind = field.type if isinstance(field.type, type) else None
-            if dataclasses.is_dataclass(kind):
-                walk(kind)
+def test_every_key_is_listed_with_its_type_default_and_meaning():
+    listed = {key.name: key for key in all_keys(Config)}
+    modules = (c, config_data, config_growth, config_train)
+    classes = {cls for module in modules for cls in vars(module).values() if dataclasses.is_dataclass(cls)}
+    declared = {field.name.rstrip("_") for cls in classes for field in dataclasses.fields(cls)}
+    assert declared == {name.split(".")[-1] for name in (n.replace("[]", "") for n in listed)}
+    assert all(key.doc and key.type for key in listed.values())
+    assert listed["growth[].at"][1:3] == ("a mapping", "required") and "growth.progressive.from" in listed
+    assert listed["optimizer.betas"].default == "[0.9, 0.95]" and listed["model.layer_overrides.*.tau"].default == "{}"
+    assert listed["data"].type == "section" and listed["model.tied"].default == "true"
 
-    walk(Config)
-    walk(LayerOverride)
+
+def test_the_defaults_that_are_listed_change_nothing_when_they_are_given(tmp_path):
+    path, plain = write(tmp_path, SMALL), re.compile(r"(?!model\.(layers|dim|heads)$)[a-z_]+(\.[a-z_]+)*")
+    keys = [key for key in all_keys(Config) if plain.fullmatch(key.name) and key.default and key.type != "section"]
+    given = [f"{key.name}={json.dumps(key.default) if key.type == 'text' else key.default}" for key in keys]
+    given = [words for words in given if "progressive" not in words]
+    assert len(given) > 90
+    assert c.load(path, overrides=given) == c.load(path, overrides=["data.images={}"])
 
 
 def test_what_says_nothing_is_not_written():

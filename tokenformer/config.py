@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tokenformer import strict
 from tokenformer.config_data import DataConfig
 from tokenformer.config_growth import GrowthStage, ProgressiveGrowth
 from tokenformer.config_train import (
@@ -24,7 +25,7 @@ from tokenformer.config_train import (
 )
 from tokenformer.errors import UserError
 from tokenformer.parsing import YAML_BYTES, is_file, parse_yaml, read_text, shown
-from tokenformer.strict import Section, build, foreign, key, merge, need, override
+from tokenformer.strict import Section, build, foreign, key, need
 from tokenformer.strict import to_dict as to_dict
 from tokenformer.strict import to_yaml as to_yaml
 
@@ -32,8 +33,18 @@ Tokens = int | list[int]
 WIDE = 2**20  # the largest width that a model may have
 LONG = 2**30  # and the largest number of rows
 PROJECTIONS = ("qkv", "proj", "ffn")
-OF_TOKENS = (*(f"{which}_tokens" for which in PROJECTIONS), "tau", "switch", "layer_overrides")  # of no baseline
+OF_TOKENS = (*(f"{which}_tokens" for which in PROJECTIONS), "tau", "switch", "layer_overrides")
+OF_KIND = {  # keys that have a meaning for some kinds of model only
+    "tokenformer": OF_TOKENS,
+    "transformer": ("ffn_dim", "bias", "norm_affine"),
+    "llama": ("ffn_dim", "kv_heads"),
+}
 PROJECTION_OF = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}  # of a block's layers
+
+
+def meaningless(kind: str) -> list[str]:
+    """Return the keys of a model that have no meaning for a kind of model."""
+    return [name for names in OF_KIND.values() for name in names if name not in OF_KIND[kind]]
 
 
 @dataclass(frozen=True)
@@ -51,9 +62,9 @@ class LayerOverride(Section, section="model.layer_overrides"):
 class ModelConfig(Section, section="model"):
     """The shape of a model: all that decides its function, and nothing else."""
 
-    layers: int = key("blocks", 0, quiet=True, least=0, most=10_000)
-    dim: int = key("width of the residual stream", 0, quiet=True, least=0, most=WIDE)
-    heads: int = key("attention heads; must divide dim", 0, quiet=True, least=0, most=WIDE)
+    layers: int = key("blocks; required", 0, quiet=True, least=0, most=10_000)
+    dim: int = key("width of the residual stream; required", 0, quiet=True, least=0, most=WIDE)
+    heads: int = key("attention heads, a divisor of dim; required", 0, quiet=True, least=0, most=WIDE)
     of: str = key("what the model is of: language, image, or what a caller's `build` makes", "language", quiet=True)
     trunks: dict[str, "ModelConfig"] = key(
         "of a model of several trunks: name → that trunk's own keys; its parameters are called NAME.…", make=dict
@@ -84,7 +95,7 @@ class ModelConfig(Section, section="model"):
         "height and width of the images that it is trained on; one number: square", 224, of="image", above=0, most=WIDE
     )
     patch: int = key("height and width of a patch", 16, of="image", above=0, most=WIDE)
-    channels: int = key("of an image", 3, of="image", above=0, most=WIDE)
+    channels: int = key("colour channels of an image", 3, of="image", above=0, most=WIDE)
     classes: int = key(
         "rows of the head; 0 = none, the model returns what it would read", 1000, of="image", least=0, most=LONG
     )
@@ -111,7 +122,11 @@ class ModelConfig(Section, section="model"):
             return
         for name in ("layers", "dim", "heads"):
             need(getattr(self, name) > 0, f"key 'model.{name}' is missing: give a number above 0")
-        need(self.dim % self.heads == 0, f"model.heads is {self.heads}, which does not divide dim {self.dim}")
+        divisors = [str(n) for n in range(1, min(self.dim, 128) + 1) if self.dim % n == 0]
+        need(
+            self.dim % self.heads == 0,
+            f"model.heads is {self.heads}, which does not divide dim {self.dim}: give one of {', '.join(divisors)}",
+        )
         need(
             self.rotary_dims % 2 == 0,
             f"model.rotary_fraction {self.rotary_fraction} of {self.head_dim} channels per head rotates "
@@ -125,9 +140,9 @@ class ModelConfig(Section, section="model"):
             )
         if self.of == "image":
             self._check_image()
+        for name in meaningless(self.kind):
+            need(not getattr(self, name), f"model.{name} has no meaning for kind {self.kind}: remove it")
         if self.kind == "tokenformer":
-            for name in ("ffn_dim", "kv_heads"):
-                need(getattr(self, name) is None, f"model.{name} has no meaning for kind tokenformer: remove it")
             for layer in [None, *self.layer_overrides]:
                 need(
                     layer is None or 0 <= layer < self.layers,
@@ -136,9 +151,6 @@ class ModelConfig(Section, section="model"):
                 for which in PROJECTIONS:
                     self.switches(which, layer)
             return
-        for name in OF_TOKENS:
-            need(not getattr(self, name), f"model.{name} has no meaning for kind {self.kind}: remove it")
-        need(self.kv_heads is None or self.kind == "llama", "model.kv_heads belongs to kind llama: remove it")
         divides = self.heads % (self.kv_heads or self.heads) == 0
         need(divides, f"model.kv_heads is {self.kv_heads}, which does not divide heads {self.heads}")
 
@@ -153,11 +165,6 @@ class ModelConfig(Section, section="model"):
             f"model.rotary_fraction {self.rotary_fraction} rotates {self.rotary_dims} channels of a head: with "
             "positions rotary choose a fraction that gives a multiple of 4, half for rows and half for columns",
         )
-        for name in ("bias", "norm_affine"):
-            need(
-                self.kind == "transformer" or not getattr(self, name),
-                f"model.{name} has no meaning for kind {self.kind}: remove it",
-            )
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -346,6 +353,28 @@ def find(name: str | Path) -> Path:
     close = difflib.get_close_matches(str(name), presets(), n=1)
     hint = f"did you mean the preset '{close[0]}'?" if close else f"presets are {', '.join(presets())}"
     raise UserError(f"there is no config file or preset {shown(str(name))}: {hint}")
+
+
+def merge(below: dict, above: dict) -> dict:
+    """Lay one raw config over another. If this changes `model.kind`, keys below that mean nothing there are dropped.
+
+    >>> merge({"model": {"dim": 64, "ffn_tokens": 8}, "growth": "progressive"}, {"model": {"kind": "transformer"}})
+    {'model': {'dim': 64, 'kind': 'transformer'}}
+    """
+    was, now = below.get("model"), above.get("model")
+    kind = now.get("kind") if isinstance(now, dict) else None
+    if isinstance(was, dict) and kind in OF_KIND and kind != was.get("kind", "tokenformer"):
+        below = {**below, "model": {name: value for name, value in was.items() if name not in meaningless(kind)}}
+        if any(word in str(below.get("growth")) for word in ("_tokens", "progressive")):
+            del below["growth"]
+    return strict.merge(below, above)
+
+
+def override(raw: dict, assignments: Sequence[str]) -> dict:
+    """Lay assignments `a.b=c` over a raw config."""
+    for assignment in assignments:
+        raw = merge(raw, strict.override({}, [assignment]))
+    return raw
 
 
 def read(name: str | Path, _seen: tuple[Path, ...] = ()) -> dict:

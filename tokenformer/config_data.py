@@ -41,8 +41,8 @@ class ImagesConfig(Section, section="data.images"):
         "ImageNet's devkit (meta.mat beside it)",
         None,
     )
-    image_column: str = key("of Parquet", "image")
-    label_column: str = key("of Parquet", "label")
+    image_column: str = key("column of the images in Parquet", "image")
+    label_column: str = key("column of the class numbers in Parquet", "label")
     damaged: Literal["refuse", "skip"] = key(
         "what is done about an image that cannot be decoded: stop and name it, or count it and take another", "refuse"
     )
@@ -62,7 +62,7 @@ class ImagesConfig(Section, section="data.images"):
     )
     padding: int = key("padded: pixels of the border", 4, least=0, most=4096)
     crop_pct: float = key("in evaluation: the centre square's share of the shorter side", 0.875, above=0, most=1)
-    interpolation: Literal["bicubic", "bilinear"] = key("of resizing", "bicubic")
+    interpolation: Literal["bicubic", "bilinear"] = key("how pixels are resized", "bicubic")
     mean: list[float] = key("subtracted from red, green and blue in 0 … 1", make=lambda: [0.485, 0.456, 0.406])
     std: list[float] = key("red, green and blue are divided by it", make=lambda: [0.229, 0.224, 0.225], above=0)
     flip: float = key("probability of mirroring an image", 0.5, least=0, most=1)

@@ -116,4 +116,4 @@ class Progressive(Section, section="growth.progressive"):
 class ProgressiveGrowth:
     """`growth: {progressive: {…}}`; `growth: progressive` alone is the same with nothing given."""
 
-    progressive: Progressive = key("how", make=Progressive)
+    progressive: Progressive = key("a run that begins with a small model and grows on the way", make=Progressive)

@@ -28,11 +28,14 @@ BESIDE = (
 def sha256(path: Path, seen: Callable[[int], object] | None = None) -> str:
     """Return the checksum of a file; `seen` is called with the number of bytes of each piece."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-            if seen:
-                seen(len(piece))
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+                if seen:
+                    seen(len(piece))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): get it anew") from None
     return digest.hexdigest()
 
 

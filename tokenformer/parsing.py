@@ -19,6 +19,13 @@ from tokenformer.errors import UserError
 JSON_BYTES = 1 << 26  # the largest tokenizer.json that we have seen has 34 MB
 YAML_BYTES = 1 << 19  # PyYAML reads some 100 kB per second
 YAML_NODES = 1 << 17  # after aliases are written out
+YAML_CAUSES = {  # what PyYAML says → what is the matter
+    "'\\t'": "begins with a tab: use spaces",
+    "mapping values are not allowed": "has a second colon: put quotes around the value, or begin a new line",
+    "expected <block end>": "is indented in another way than the lines above: give keys of one section equal spaces",
+    "expected ',' or": "has a bracket that is not closed, or the lines before it have one: close it",
+    "unexpected end of stream": "ends inside quotes: close them",
+}
 # Unlike Path's methods these say False, and raise nothing, for a name that no file can have; a FIFO is no file.
 is_file, is_folder = os.path.isfile, os.path.isdir
 _SHORT = reprlib.Repr()
@@ -43,7 +50,9 @@ def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
         size = os.stat(path).st_size
         if size > most:
             raise UserError(f"{path} has {size:,} bytes, more than the {most:,} that such a file may have: get it anew")
-        return Path(path).read_bytes().decode("utf-8-sig")
+        with open(path, "rb") as file:
+            # files of the system have another size than they say; Python reserves as many bytes as it may read
+            return file.read(min(most, max(size, JSON_BYTES))).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file in UTF-8 (byte {error.start}): give one, or get it anew") from None
     except (OSError, ValueError) as error:
@@ -52,8 +61,11 @@ def read_text(path: str | Path, most: int = JSON_BYTES) -> str:
 
 def first_text(path: str | Path, most: int = 100) -> str:
     """Read the beginning of a file that should hold a name: whatever the file is, it cannot fill the memory."""
-    with open(path, "rb") as file:
-        return file.read(most).decode(errors="replace")
+    try:
+        with open(path, "rb") as file:
+            return file.read(most).decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore it") from None
 
 
 def read_json(path: str | Path) -> dict:
@@ -106,7 +118,10 @@ def parse_yaml(text: str, where: str) -> Any:
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{where}{line}, is not YAML that we read: {error.problem or error.context}") from None
+        problem = str(error.problem or error.context)
+        cause = problem if "stands twice" in problem else ""
+        cause = next((ours for theirs, ours in YAML_CAUSES.items() if theirs in problem), cause)
+        raise UserError(f"{where}{line}, {cause or f'is not YAML that we read: {problem}'}") from None
     except RecursionError:
         raise UserError(f"{where} is nested too deeply, or into itself: write it flatter") from None
     except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -135,7 +150,7 @@ def _loader() -> type:
                 if name.tag == "tag:yaml.org,2002:bool":  # YAML reads the key `on` as true
                     name.tag = "tag:yaml.org,2002:str"
                 if name.value in seen:
-                    problem = f"key {shown(name.value)} stands twice"
+                    problem = f"key {shown(name.value)} stands twice: leave one out"
                     raise yaml.constructor.ConstructorError(None, None, problem, name.start_mark)
                 seen.add(name.value)
             return super().construct_mapping(node, deep)

@@ -5,6 +5,7 @@ Unusual: `1e9` is a whole number.
 
 import dataclasses
 import difflib
+import json
 import operator
 import types
 import typing
@@ -15,6 +16,7 @@ from tokenformer.errors import UserError
 from tokenformer.parsing import parse_yaml, shown
 
 MOST = 2**53  # beyond it floating point numbers skip whole ones
+UNIONS = (typing.Union, types.UnionType)
 BOUNDS = {
     "above": (operator.gt, "a number above {:,}"),
     "below": (operator.lt, "a number below {:,}"),
@@ -115,7 +117,10 @@ def build(cls: Any, raw: Any, at: str = "") -> Any:
     for name in raw:
         if name not in fields:
             close = difflib.get_close_matches(str(name), fields, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"known keys are {', '.join(fields)}"
+            close += [
+                f"{section}.{name}" for section, kind in hints.items() if name in getattr(kind, "__annotations__", {})
+            ]
+            hint = f"did you mean '{_join(at, close[0])}'?" if close else f"known keys are {', '.join(fields)}"
             raise UserError(f"unknown key {shown(_join(at, name))}: {hint}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -137,7 +142,7 @@ def _convert(kind: Any, value: Any, at: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return build(kind, value, at)
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         for option in args:
             if (option is bool) != isinstance(value, bool):
                 continue
@@ -184,6 +189,45 @@ def _words(kind: Any) -> str:
     if typing.get_origin(kind) is dict:
         return "a mapping"
     return " or ".join(_words(a) for a in args) if args else "a mapping"
+
+
+class Key(typing.NamedTuple):
+    """A key as a table shows it. The type of a section, whose own keys come after it, is "section"."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+def all_keys(cls: Any, at: str = "") -> list[Key]:
+    """Return every key of a config and of its sections; `growth[].layers` is that of each item of a list.
+
+    >>> from tokenformer.config import Config
+    >>> next(key for key in all_keys(Config) if key.name == "steps")
+    Key(name='steps', type='a whole number', default='1000', doc='optimizer steps of the run')
+    """
+    found, hints = [], typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        name, kind, default = _join(at, field.name.rstrip("_")), hints[field.name], field.default
+        sections = {}
+        marks = {list: "[]", dict: ".*"}
+        for option in typing.get_args(kind) if typing.get_origin(kind) in UNIONS else (kind,):
+            inner = typing.get_args(option)[-1] if typing.get_origin(option) in marks else option
+            if dataclasses.is_dataclass(inner) and inner is not cls:
+                sections[name + marks.get(typing.get_origin(option), "")] = inner
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        words = "section" if dataclasses.is_dataclass(kind) else _words(kind)
+        if default is dataclasses.MISSING:
+            default = "required"
+        elif default is None or words == "section":
+            default = ""
+        default = default if isinstance(default, str) else json.dumps(default)
+        found.append(Key(name, words, default, field.metadata["doc"]))
+        for inside, section in sections.items():
+            found += all_keys(section, inside)
+    return found
 
 
 def foreign(field: dataclasses.Field, config: Any) -> bool:

@@ -8,25 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
-    """Print a table; numbers are aligned to the right."""
+    """Print a table; columns of nothing but numbers are aligned to the right."""
+    right = [bool(rows) and all(_numeric(str(row[i])) for row in rows) for i in range(len(head))]
     if not sys.stdout.isatty():
         cells = [[str(c) for c in row] for row in [head, *rows]]
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
         if title:
             print(title)
-        for row, source in zip(cells, [head, *rows], strict=True):
-            parts = [
-                c.rjust(w) if isinstance(s, int | float) or _numeric(c) else c.ljust(w)
-                for c, w, s in zip(row, widths, source, strict=True)
-            ]
+        for row in cells:
+            parts = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
             print("  ".join(parts).rstrip())
         return
     from rich.console import Console
     from rich.table import Table
 
     grid = Table(title=title, title_justify="left")
-    for i, name in enumerate(head):
-        grid.add_column(name, justify="right" if rows and all(_numeric(str(row[i])) for row in rows) else "left")
+    for name, numbers in zip(head, right, strict=True):
+        grid.add_column(name, justify="right" if numbers else "left")
     for row in rows:
         grid.add_row(*(str(c) for c in row))
     Console().print(grid)
@@ -39,7 +37,7 @@ def drop_output() -> None:
 
 
 def _numeric(text: str) -> bool:
-    return text[:1].isdigit() or text in ("", "–")
+    return text.lstrip("-+")[:1].isdigit() or text in ("", "–")
 
 
 @contextlib.contextmanager
@@ -50,12 +48,13 @@ def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callab
     ...     for _ in range(3):
     ...         advance(1)
     """
-    done = 0.0
+    done, start = 0.0, time.monotonic()
 
     def advance(amount: float) -> None:
         nonlocal done
         done += amount
-        show(done, f"{done:,.0f}{unit}")
+        rate = f", {done / (time.monotonic() - start + 1e-9):,.0f}{unit}/s" if unit else ""
+        show(done, f"{done:,.0f}{unit}{rate}")
 
     with meter(title, total) as show:
         yield advance

@@ -8,7 +8,11 @@ import json
 import statistics
 from pathlib import Path
 
-from run import compute_to_same_loss, frontier_of
+from arms import SETTINGS
+from run import BUDGETS, compute_to_same_loss, frontier_of
+
+OTHER = "other ways to grow, one seed each"
+RECIPE = "96/96/3456 → 864 at 10 %"  # the best at 20 tokens per parameter
 
 
 def main() -> None:
@@ -21,7 +25,7 @@ def main() -> None:
         here = [a for a in arms if (a["setting"], a["text"], a["budget"]) == group]
         print("\n### {}, {}, {:g} tokens per parameter\n".format(*group))
         tables(here)
-    draw(arms, groups, args.out / "frontiers.png")
+    draw(arms, args.out / "frontiers.png")
 
 
 def recipes(arms: list[dict]) -> dict[tuple, list[dict]]:
@@ -89,29 +93,63 @@ def whole(arms: list[dict]) -> float:
     return next(a["budget_flops"] / a["times"] for a in arms if not a["equal_tokens"])
 
 
-def draw(arms: list[dict], groups: list[tuple], path: Path) -> None:
-    """Held-out loss at the end over compute: scratch's frontier, and every grown arm."""
+def draw(arms: list[dict], path: Path) -> None:
+    """Held-out loss at the end over compute, one picture per size and text: scratch, grown, and never grown."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter, NullLocator
 
-    figure, axes = plt.subplots(1, len(groups), figsize=(4.6 * len(groups), 4.2), layout="constrained", squeeze=False)
-    for axis, group in zip(axes[0], groups, strict=True):
-        here = [a for a in arms if (a["setting"], a["text"], a["budget"]) == group]
-        unit, frontier = whole(here), scratch_frontier(here)
-        axis.plot(*zip(*sorted(frontier.items()), strict=True), "o-", color="0.3", label="from scratch, tuned")
-        for label, colour, wanted in (
-            ("from scratch, other settings", "0.75", lambda a: a["recipe"] == "scratch"),
-            ("Transformer", "C1", lambda a: a["kind"] == "transformer"),
-            ("grown", "C0", lambda a: a["start"] is not None),
-        ):
-            points = [(a["flops"] / unit, a["loss"]) for a in here if wanted(a)]
-            if points:
-                axis.plot(*zip(*points, strict=True), ".", color=colour, label=label, zorder=1)
-        low = min(a["loss"] for a in here)
-        axis.set(xscale="log", ylim=(low - 0.005, low + 0.08), xlabel="compute (of the budget)")
-        axis.set(ylabel="held-out loss (nats per byte)")
-        axis.set_title("{}, {}, {:g} tokens per parameter".format(*group), fontsize=9)
-        axis.legend(fontsize=7)
+    groups = sorted({(a["setting"], a["text"]) for a in arms})
+    figure, axes = plt.subplots(1, len(groups), figsize=(6.4 * len(groups), 4.6), layout="constrained", squeeze=False)
+    for axis, (setting, text) in zip(axes[0], groups, strict=True):
+        here = [a for a in arms if (a["setting"], a["text"]) == (setting, text) and not a["equal_tokens"]]
+        best = {budget: best_scratch([a for a in here if a["budget"] == budget]) for budget in BUDGETS}
+        tuned = [a for a in here if (b := best[a["budget"]]) and (a["factor"], a["decay"], a["batch"]) == b[1:4]]
+        lines: dict[str, dict[float, list[float]]] = {}
+        for a in tuned:
+            lines.setdefault(label(a), {}).setdefault(a["flops"] / 1e15, []).append(a["loss"])
+        for name, points in lines.items():
+            xs = sorted(points)
+            means = [statistics.mean(points[x]) for x in xs]
+            spread = [[m - min(points[x]) for m, x in zip(means, xs, strict=True)]]
+            spread += [[max(points[x]) - m for m, x in zip(means, xs, strict=True)]]
+            if name == OTHER:
+                axis.plot(
+                    [x for x in xs for _ in points[x]], [y for x in xs for y in points[x]], ".", c="C0", alpha=0.3
+                )
+                axis.lines[-1].set_label(name)
+            else:
+                axis.errorbar(xs, means, spread, capsize=3, label=name, **STYLES[name])
+        ticks = sorted({round(a["budget_flops"] / 1e15, 2) for a in tuned})
+        axis.set(xscale="log", xlabel="compute (PFLOP)", ylabel="held-out loss (nats per byte)")
+        axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.set_title(f"{SETTINGS[setting].final} tokens at the end ({setting}), {text}", fontsize=10)
+        order = [*STYLES, OTHER]
+        shown = sorted(zip(*axis.get_legend_handles_labels(), strict=True), key=lambda pair: order.index(pair[1]))
+        axis.legend(*zip(*shown, strict=True), fontsize=8)
     figure.savefig(path, dpi=130)
+
+
+STYLES = {
+    "from scratch, final size": {"marker": "o", "color": "0.3"},
+    "grown to the final size: the recipe": {"marker": "s", "color": "C0", "zorder": 3},
+    "never grown, 288/288/3456": {"marker": "^", "color": "C2"},
+    "never grown, 432": {"marker": "v", "color": "C1"},
+    "never grown, 288": {"marker": "D", "color": "C3"},
+    "never grown, 96/96/3456": {"marker": "+", "color": "C5", "linestyle": ""},
+    "Transformer": {"marker": "x", "color": "C4"},
+}
+
+
+def label(arm: dict) -> str:
+    if arm["kind"] == "transformer":
+        return "Transformer"
+    if arm["start"] is None:
+        return "from scratch, final size"
+    if not arm["stages"]:
+        return f"never grown, {arm['recipe']}"
+    return "grown to the final size: the recipe" if arm["recipe"] == RECIPE else OTHER
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from harness import Harness, Machine, grow
 
 SEEDS = (0, 1, 2)
 DECAYS, BUDGETS, FRONTIER = (0.25, 0.5, 1.0), (10, 20, 70), (1.0, 1.3, 1.7)
+FIXED = ((288, 288, 3456), 432, 288)  # smaller shapes that never grow, the best first
 MARGIN = 12  # seconds for setting up and validating an arm
 
 
@@ -169,16 +170,16 @@ def search(study: Study) -> Arm:
     at = best.stages[-1].at
     varied.append(grown(arm, (864, 864, 384), (at, 864)))  # ffn tokens alone
     varied += [grown(arm, (96, 96, 3456), (when, 864)) for when in (at, 0.1, 0.5)]  # all but them
-    shapes = [grown(arm, n) for n in ((96, 96, 3456), (288, 288, 3456), 288, 432)]  # never grown: is it the shape alone?
+    shapes = [grown(arm, n) for n in (*FIXED, (96, 96, 3456))]  # never grown: is it the shape alone?
     study.run([*shapes, *varied])
     pool = [*times, *small, *hops, *varied]
     best = study.best(pool)
     rates = [dataclasses.replace(best, factor=best.factor * r) for r in (0.5**0.5, 2**0.5)]
     study.run(rates)  # grown arms may choose the rate from the grid that scratch had
     ranked = sorted(pool, key=study.loss)[:3]
-    at_20 = [dataclasses.replace(a, budget=20, factor=tuned.factor) for a in ranked]
-    at_20 += [grown(tuned, 96, (0.1, 864)), grown(tuned, 96, (0.03, 288), (0.12, 864))]
-    return study.best(at_20)
+    best = study.best([dataclasses.replace(a, budget=20, factor=tuned.factor) for a in ranked])
+    study.run([dataclasses.replace(a, budget=20, factor=tuned.factor) for a in shapes[:-1]])
+    return best
 
 
 def vary(arm: Arm, **kind) -> Arm:
@@ -192,12 +193,16 @@ def confirm(study: Study) -> None:
         scratch = dataclasses.replace(tuned, budget=budget)
         scratch = scratch if budget == 20 else rate_again(study, scratch)
         mine = like(recipe, scratch)
-        study.run([*study.seeds(scratch), *study.seeds(mine)])
-        study.run([dataclasses.replace(scratch, times=times) for times in FRONTIER])
+        longest_first = sorted(FRONTIER, reverse=True)  # the others leave it at the end of their constant rate
+        seeds = study.seeds(scratch)[: 1 if budget == 70 else None]
+        study.run([*study.seeds(mine), *(dataclasses.replace(a, times=t) for a in seeds for t in longest_first)])
+        study.run(study.seeds(scratch))
         if budget != 70:
-            study.run([dataclasses.replace(a, times=times) for a in study.seeds(scratch)[1:] for times in FRONTIER])
-            study.run([dataclasses.replace(a, equal_tokens=True) for a in study.seeds(mine)])
-            study.run([dataclasses.replace(mine, times=times) for times in (0.6, 0.8)])
+            study.run(study.seeds(grown(scratch, FIXED[0])))
+    for budget in (20, 10):
+        mine = like(recipe, dataclasses.replace(tuned, budget=budget))
+        study.run([dataclasses.replace(mine, times=times) for times in (0.6, 0.8)])
+        study.run([dataclasses.replace(a, equal_tokens=True) for a in study.seeds(mine)])
     rival = dataclasses.replace(tuned, kind="transformer")
     rate_again(study, rival)
 
@@ -211,9 +216,9 @@ def books(study: Study) -> None:
     """The other text at 20 tokens per parameter: nothing is chosen there."""
     scratch = dataclasses.replace(tune(study), text="books")
     mine = like(search(study), scratch)
-    study.run([*study.seeds(scratch), *study.seeds(mine)])
-    study.run([dataclasses.replace(scratch, times=times) for times in FRONTIER])
-    study.run([dataclasses.replace(a, times=times) for a in study.seeds(scratch)[1:] for times in FRONTIER])
+    longest_first = sorted(FRONTIER, reverse=True)
+    frontier = [dataclasses.replace(a, times=t) for a in study.seeds(scratch) for t in longest_first]
+    study.run([*study.seeds(mine), *frontier])
 
 
 def large(study: Study) -> None:

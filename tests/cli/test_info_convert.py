@@ -10,7 +10,7 @@ import torch
 from tokenformer.cli.main import build_parser, main
 from tokenformer.hub import load, save
 from tokenformer.hub.open import read_config
-from tokenformer.models import LanguageModel
+from tokenformer.models import LanguageModel, cost
 
 
 def test_info_reports_the_exact_parameters(capsys):
@@ -31,6 +31,15 @@ def test_info_shows_how_the_two_parts_grow_beside_a_transformer(capsys):
     assert len(with_parameters) == 1
     assert with_tokens == [0.019, 0.151, 0.604]
     assert all(float(t[-3]) > 3 * float(o[-3]) for o, t in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("source", ["lm/150m", "grow/354m", "baseline/124m", "vision/tiny16"])
+def test_the_transformer_beside_a_model_is_as_large_and_can_be_trained_with_what_info_says(source, capsys):
+    assert main(["info", source]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    words = last.removeprefix("to train that Transformer, add ").split()
+    model, rival = read_config(source).model, read_config(source, overrides=words).model
+    assert rival.kind == "transformer" and cost(rival).parameters == pytest.approx(cost(model).parameters, rel=1e-3)
 
 
 def test_info_takes_overrides_merges_files_and_reads_weights(golden_folder, tmp_path, capsys):
@@ -113,7 +122,7 @@ def test_a_segmented_model_goes_from_ours_to_hf_and_back(tmp_path):
     ("words", "sentence"),
     [
         (["info", "lm/151m"], "did you mean the preset 'lm/150m'"),
-        (["info", "lm/150m", "model.layres=3"], "did you mean 'layers'"),
+        (["info", "lm/150m", "model.layres=3"], "did you mean 'model.layers'"),
         (["info", "lm/150m", "model.heads=7"], "does not divide dim"),
         (["info", "lm/150m", "--context", "1x"], "give lengths such as"),
         (["convert", "--to", "hf", "nowhere/at/all", "--out", "x"], "there is nothing at nowhere/at/all"),

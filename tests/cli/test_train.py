@@ -30,7 +30,7 @@ def test_a_preset_and_overrides_train_a_run_and_the_run_goes_on_by_its_folder(co
 @pytest.mark.parametrize(
     "settings, sentence",
     [
-        (["optimizer.raet=1"], "unknown key 'optimizer.raet': did you mean 'rate'?"),
+        (["optimizer.raet=1"], "unknown key 'optimizer.raet': did you mean 'optimizer.rate'?"),
         (["optimizer.kind=adam"], "optimizer.kind is 'adam', but must be one of muon, adamw"),
         (["batch=6", "micro_batch=4"], "batch 6 cannot be cut into micro-batches of 4 on each of 1 ranks"),
         (["batch=null", "micro_batch=null"], "batch is missing"),

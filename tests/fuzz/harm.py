@@ -58,7 +58,10 @@ def apply(file: Path, root: Path, chance: random.Random) -> str:
         ways += [by_xz]
     if suffix in (".txt", "") and file.stat().st_size < 10**6:
         ways += [by_text]
-    return chance.choice(ways)(file, root, chance)
+    try:
+        return chance.choice(ways)(file, root, chance)
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error, zipfile.BadZipFile, lzma.LZMAError):
+        return by_bytes(file, root, chance)  # an earlier harm left nothing of the format
 
 
 def sign(file: Path, root: Path) -> bool:

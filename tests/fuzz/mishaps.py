@@ -31,6 +31,7 @@ STEPS = [
     "STEP-00001490",
 ]
 STEPS += ["step-00001490.tmp", "step-00001490 (1)", "step-00000000", "step-٠٠٠٠١٤٩٠"]
+SHORT = "steps=1"  # without it an official config's training merely takes long
 VALUES = [
     "-1",
     "0",
@@ -401,7 +402,8 @@ def manifests(root: Path) -> str:
 
 def mistake(words: list[str], chance: random.Random) -> tuple[list[str], str]:
     """The command line as a tired user types it."""
-    words, at = list(words), chance.randrange(1, len(words))
+    words = list(words)
+    at = chance.choice([i for i in range(1, len(words)) if words[i] != SHORT])
     how = chance.choice(["value", "value", "drop", "twice", "swap", "key", "key", "case", "slash", "unknown", "inside"])
     if how == "value":
         words[at] = chance.choice(VALUES)
@@ -413,7 +415,8 @@ def mistake(words: list[str], chance: random.Random) -> tuple[list[str], str]:
         other = chance.randrange(1, len(words))
         words[at], words[other] = words[other], words[at]
     elif how == "key":
-        words.append(f"{chance.choice(KEYS)}={chance.choice(VALUES)}")
+        key, value = chance.choice(KEYS), chance.choice(VALUES)
+        words.append(f"{key}={value}" if key != "steps" or value not in ("1e9", "99999999999") else SHORT)
     elif how == "case":
         words[at] = words[at].upper()
     elif how == "slash":

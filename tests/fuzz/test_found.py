@@ -1,6 +1,5 @@
 """What the fuzzer found once, each as a test of its own."""
 
-import contextlib
 import json
 import lzma
 import os
@@ -24,6 +23,7 @@ from tokenformer.errors import UserError
 from tokenformer.eval.tasks import read_rows as task_rows
 from tokenformer.files import write_manifest
 from tokenformer.hub import load
+from tokenformer.hub.folder import Stored
 from tokenformer.hub.official import find, infer_shape
 from tokenformer.hub.official_config import translate_all
 from tokenformer.infer.requests import Request
@@ -140,6 +140,43 @@ def test_a_file_with_a_hole_of_a_terabyte_does_not_fill_the_memory(tmp_path, nam
     assert said in ended.err and ended.how == ("exit 0" if name.endswith("last") else "exit 2"), ended.err
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("run/checkpoints/last", ["info", "run"], "last cannot be read (Input/output error): run/checkpoints/step-"),
+        (
+            "run/metrics.jsonl",
+            ["plot", "run", "--out", "new.html"],
+            "metrics.jsonl cannot be read (Input/output err",
+        ),
+        ("zero/latest", ["convert", "zero", "--to", "ours", "--out", "new"], "latest cannot be read (Input/output err"),
+        ("set/alice_text_document.bin", ["data", "verify", "set/alice"], "alice_text_document.bin"),
+    ],
+)
+def test_a_file_at_which_the_disk_fails_is_named_in_one_sentence(tmp_path, name, words, said):
+    """A link to /proc/self/mem is a plain file of which every read fails, like one on a bad disk."""
+    shutil.copytree(DATA / "zero" / "world2", tmp_path / "zero")
+    for folder in ("run", "set"):
+        shutil.copytree(DATA / "before" / folder, tmp_path / folder)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    ended = sandbox.run(lambda: main(words), tmp_path, tmp_path / "said")
+    assert said in ended.err and ended.err.count("\n") == 1, ended.err
+    assert ended.how == ("exit 0" if name.endswith("last") else "exit 2")
+
+
+def test_weights_that_are_replaced_or_removed_while_they_are_read_are_refused(tmp_path):
+    shutil.copytree(DATA / "before" / "folder", tmp_path / "folder")
+    tensors = Stored(tmp_path / "folder")
+    file = tmp_path / "folder" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[::-1])
+    with pytest.raises(UserError, match=r"model.safetensors changed or was removed while it was read"):
+        tensors["embedding.weight"]
+    file.unlink()
+    with pytest.raises(UserError, match=r"model.safetensors changed or was removed while it was read"):
+        tensors["embedding.weight"]
+
+
 def test_a_note_of_the_last_checkpoint_is_one_line(tmp_path, capsys):
     shutil.copytree(DATA / "before" / "run", tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "last").write_text("step-1\nstep-2")
@@ -151,12 +188,16 @@ OTHERS = [True, [1], {"a": 1}, "x", "1,x", -1, 1e400, {"enabled": True, "loss_sc
 
 
 @pytest.mark.parametrize("value", OTHERS, ids=str)
-def test_official_training_keys_of_another_kind_are_refused_or_taken(value):
+def test_official_training_keys_of_another_kind_are_taken_or_refused_by_name(value):
     raw = yaml.safe_load((DATA / "golden" / "softmax" / "config.yml").read_text())
     raw |= {"split": "90,10,0", "load": "there"}
+    refused = {}
     for key in [*raw, "fp16", "precision", "zero_optimization", "optimizer", "min_lr", "gradient_clipping"]:
-        with contextlib.suppress(UserError):
+        try:
             translate_all({"official.yml": raw | {key: value}}, training=True)
+        except UserError as error:
+            refused[key] = str(error)
+    assert refused and all(key in sentence for key, sentence in refused.items())
 
 
 def test_a_text_with_a_point_behind_its_name_is_that_text(tmp_path):

@@ -95,7 +95,7 @@ def test_what_is_resolved_is_plain_says_nothing_of_progressive_and_resolves_to_i
 def test_every_way_to_ask_for_it():
     plain = resolve(config("progressive"))
     assert resolve(config({"progressive": {}})) == plain
-    assert resolve(config({"progressive": {"hops": 1, "at": [0.25]}})) == plain
+    assert resolve(config({"progressive": {"hops": 1, "at": [0.1]}})) == plain
     three = resolve(config({"progressive": {"hops": 3}}, steps=2000))
     assert sizes(three) == [(8, 8, 24), (16, 8, 56), (40, 24, 144), (96, 64, 384)]  # by equal factors, in eights
     two = resolve(config({"progressive": {"from": {"ffn": 0.25}, "at": [0.1, 0.5]}}))
@@ -159,7 +159,7 @@ def test_a_growth_at_a_share_of_the_compute_comes_at_its_step():
         ({"steps": 1}, "too few to grow 1 times"),
         ({"schedule": {"steps": 99}}, "schedule.steps is 99, but growth is progressive"),
         ({"growth": "progresive"}, "did you mean 'progressive'"),
-        ({"growth": {"progressive": {"form": 0.1}}}, "did you mean 'from'"),
+        ({"growth": {"progressive": {"form": 0.1}}}, "did you mean 'growth.progressive.from'"),
         ({"growth": {"progressive": {"from": 0}}}, "growth.progressive.from is 0.0: give a number above 0"),
         ({"growth": {"progressive": {"from": {"mlp": 0.1}}}}, "for each of qkv, proj and ffn"),
         ({"growth": {"progressive": {"from": 1.0}}}, "would change nothing"),
@@ -192,8 +192,8 @@ def test_what_cannot_be_is_one_sentence(keys, sentence):
 def test_it_says_what_it_will_do():
     resolved, _ = resolve(config(batch=8))
     sizes, together, known = describe(resolved)
-    assert "8/8/384 tokens (65,600 parameters) for 79 steps, then 96/64/384 tokens" in sizes
-    assert "199.7 steps of the final model from scratch" in together and "one seed" in known
+    assert "8/8/384 tokens (65,600 parameters) for 32 steps, then 96/64/384 tokens" in sizes
+    assert "199.1 steps of the final model from scratch" in together and "18 % less compute" in known
     pair = describe(resolve(config(model=PAIR))[0])
     assert pair[0].count("parameters for") == 2  # two trunks that grow at one step are one growth
 

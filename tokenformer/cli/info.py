@@ -7,6 +7,7 @@ tokenformer info runs/demo
 
 import argparse
 
+from tokenformer.cli.main import split_settings
 from tokenformer.config import PROJECTIONS, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.terminal import table
@@ -33,8 +34,7 @@ def model_config(source: list[str]) -> tuple[ModelConfig, list[str]]:
     from tokenformer.growth.progressive import describe, resolve
     from tokenformer.hub.open import Opened, locate, means_weights, read_config
 
-    overrides = [word for word in source if "=" in word]
-    names = [word for word in source if "=" not in word]
+    names, overrides = split_settings(source)
     weights = [name for name in names if means_weights(name)]
     configs = [name for name in names if name not in weights]
     if configs or not weights:  # beside weights: their own config, as `convert` takes it
@@ -106,12 +106,14 @@ def compare(config: ModelConfig, lengths: list[int]) -> None:
     from tokenformer.models.cost import cost, equal_transformer
 
     rival = equal_transformer(config)
+    words = " ".join(f"model.{name}={getattr(rival, name)}" for name in ("kind", "dim", "heads", "ffn_dim"))
     if config.of == "image":
         pair = ((config.kind, cost(config)), (f"transformer, dim {rival.dim}", cost(rival)))
         flops = [(name, c.parameters / 1e6, c.sample_flops(config.length) / 1e9) for name, c in pair]
         rows = [[name, f"{size:,.1f}", f"{forward:.3f}", f"{3 * forward:.3f}"] for name, size, forward in flops]
         head = ["model", "M parameters", "forward", "training"]
-        return table(head, rows, title="GFLOPs an image (attention is not causal), a Transformer as large beside it")
+        table(head, rows, title="GFLOPs per image (attention is not causal), beside a Transformer as large")
+        return print(f"to train that Transformer, add {words}")
     rows = []
     for length in lengths:
         for name, c in ((config.kind, cost(config)), (f"transformer, dim {rival.dim}", cost(rival))):
@@ -121,3 +123,4 @@ def compare(config: ModelConfig, lengths: list[int]) -> None:
             rows.append([f"{length:,}", name, size, f"{with_parameters:.3f}", f"{with_tokens:.3f}", training, memory])
     head = ["context", "model", "M parameters", "with parameters", "with tokens", "training", "MB cache"]
     table(head, rows, title="GFLOPs per token (forward; causal attention counted once), beside a Transformer as large")
+    print(f"to train that Transformer, add {words}")

@@ -4,47 +4,112 @@ Exit codes: 0 done, 2 what the user can mend (one sentence, no traceback), 1 wha
 """
 
 import argparse
+import difflib
 import errno
 import importlib
-import pkgutil
+import itertools
+import os
+import re
 import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import tokenformer.cli
 from tokenformer import __version__
 from tokenformer.errors import UserError, out_of_memory
-from tokenformer.parsing import cut
+from tokenformer.parsing import cut, shown
 from tokenformer.terminal import drop_output
 
 LONGEST = 1000  # characters of a message: a word of the command line or of a file may be of any length
 OF_THE_SYSTEM = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EIO}
 
 
+ORDER = "info tokenizer prepare data train compare plot eval generate predict grow shrink convert plan slurm".split()
+
+WITH_SETTINGS = ("info", "train", "compare", "plan", "slurm")  # take a.b=c
+
+
 def verbs() -> dict:
-    names = [m.name for m in pkgutil.iter_modules(tokenformer.cli.__path__) if m.name != "main"]
-    return {name: importlib.import_module(f"tokenformer.cli.{name}") for name in sorted(names)}
+    """Return the modules of all verbs, in the order in which they are used."""
+    return {name: importlib.import_module(f"tokenformer.cli.{name}") for name in ORDER}
 
 
 def source_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what verbs share that write a folder from weights."""
     add = parser.add_argument
     add("source", help="a folder, a run, a weight file, or a hub name such as Haiyang-W/TokenFormer-150M")
-    add("config", nargs="*", help="config files, for official weights that have none beside them")
+    add("config", nargs="*", default=[], help="config files, for official weights that have none beside them")
     add("--out", required=True, type=Path, help="the folder to make")
     add("--tokenizer", help="a tokenizer.json, its folder, byte or gpt-neox-20b (default: the source's own)")
     add("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
 
 
+def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split words into names (of configs, of weights) and settings `a.b=c`. Refuse settings that are written otherwise.
+
+    >>> split_settings(["lm/150m", "steps=9"])
+    (['lm/150m'], ['steps=9'])
+    """
+    if spaced := re.search(r"(\S+)(?: +=| *= +(?!\S*=)) *(\S+)", " ".join(words)):
+        raise UserError(f"a setting is one word: write {cut(f'{spaced[1]}={spaced[2]}')}, without spaces")
+    for word, after in itertools.pairwise([*words, "VALUE"]):
+        if "=" not in word and not os.path.exists(word) and (key := as_key(word, exactly=True)):
+            raise UserError(f"{word} is a key of the config, and needs a value: write {key}={cut(after)}")
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+
+
+def as_key(word: str, exactly: bool = False) -> str | None:
+    """Return the key of a config that a word means.
+
+    >>> as_key("batch-size"), as_key("rate", exactly=True), as_key("nowhere")
+    ('batch', 'optimizer.rate', None)
+    >>> as_key("step"), as_key("learning-rate")
+    ('steps', 'optimizer.rate')
+    """
+    from tokenformer.config import Config
+    from tokenformer.strict import all_keys
+
+    names = [key.name for key in all_keys(Config) if key.type != "section" and not set(key.name) & set("[*")]
+    last = {name.split(".")[-1]: name for name in reversed(names)}
+    word = word.replace("-", "_")
+    if word in names or exactly:
+        return word if word in names else last.get(word)
+    close = difflib.get_close_matches(word, last, n=1, cutoff=0.8) + [part for part in word.split("_") if part in last]
+    return last[close[0]] if close else None
+
+
 class Verb(argparse.ArgumentParser):
-    """Takes options anywhere: `train CONFIG --out RUN steps=9` is read like `train CONFIG steps=9 --out RUN`."""
+    """Takes options anywhere: `train CONFIG --out RUN steps=9` is read like `train CONFIG steps=9 --out RUN`.
+
+    A mistake is answered in a sentence, as all others are.
+    """
 
     mixing = False
 
     def error(self, message: str) -> NoReturn:
-        super().error(cut(message, LONGEST))
+        message = re.sub(r"argument (\S+): invalid int value: (.*)", r"\1 is \2, but must be a whole number", message)
+        message = re.sub(r"argument (\S+): invalid float value: (.*)", r"\1 is \2, but must be a number", message)
+        self.exit(2, f"tokenformer: {cut(message, LONGEST)} (see {self.prog} --help)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            close = difflib.get_close_matches(str(value), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"give one of {', '.join(known)}"
+            option = f"{'/'.join(action.option_strings)} is" if action.option_strings else ""
+            self.error(f"{option or f'there is no {str(action.metavar).lower()}'} {shown(value)}: {hint}")
+
+    def refuse(self, words: list[str]) -> NoReturn:
+        """Refuse words that are left over."""
+        name, _, value = words[0].partition("=")
+        close = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.8)
+        if close:
+            self.error(f"there is no option {name}: did you mean {close[0]}?")
+        if name.startswith("--") and self.prog.split()[-1] in WITH_SETTINGS and (key := as_key(name[2:])):
+            value = value or (words[1] if len(words) > 1 else "VALUE")
+            self.error(f"there is no option {name}: settings are written without dashes, as {key}={value}")
+        self.error(f"{words[0]} is one word too many: leave it out")
 
     def parse_known_args(self, args=None, namespace=None):
         if self.mixing or self._subparsers is not None:  # of a verb with actions only these do it
@@ -56,22 +121,28 @@ class Verb(argparse.ArgumentParser):
             self.mixing = False
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Verb(prog="tokenformer", description="TokenFormer: parameters are tokens.")
+def build_parser() -> Verb:
+    about = "TokenFormer: parameters are tokens."
+    example = "example: tokenformer train lm/150m data.path=data/books batch=64 --out runs/books"
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Verb(prog="tokenformer", description=f"{about}\n\n{example}", formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"tokenformer {__version__}")
-    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Verb)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Verb)
     for name, verb in verbs().items():
         doc = (verb.__doc__ or "").strip()
-        sub = subparsers.add_parser(
-            name, help=doc.split("\n")[0], description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        sub = subparsers.add_parser(name, help=doc.split("\n")[0], description=doc, formatter_class=raw)
         verb.arguments(sub)
-        sub.set_defaults(run=verb.run)
+        sub.set_defaults(run=verb.run, parser=sub)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    # before torch is imported: OpenMP's threads then sleep while they wait for each other. By default they spin, which
+    # on a busy machine takes the cores from those that work: there training was 4 to 8 times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    args, left = build_parser().parse_known_args(argv)
+    if left:
+        args.parser.refuse(left)
     try:
         return args.run(args) or 0
     except UserError as error:

@@ -10,12 +10,13 @@ the settings (parallel.shard=8) leave only the layouts that have them.
 import argparse
 import dataclasses
 
+from tokenformer.cli.main import split_settings
 from tokenformer.errors import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
-    parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config")
+    parser.add_argument("settings", nargs="*", default=[], metavar="a.b=c", help="keys laid over the config")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
     parser.add_argument("--memory", default="80GB", help="memory of one GPU (default: 80GB)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs joined by a fast network (default: 8)")
@@ -33,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("gpus", "gpus_per_node"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number above 0")
-    config = read_config(args.config, overrides=args.settings, training=True)
+    more, settings = split_settings(args.settings)
+    config = read_config(args.config, *more, overrides=settings, training=True)
     config = with_batch_sizes(config, args.gpus if config.batch is None else 1)  # official batches are per GPU
     small_first = not isinstance(config.growth, list)
     config, stages = resolve(config)
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if stages:
         print(f"planned for the model after its {len(stages)} growths")
     config = dataclasses.replace(config, model=grown, growth=[])
-    asked = {s.partition("=")[0].removeprefix("parallel.") for s in args.settings if s.startswith("parallel.")}
+    asked = {s.partition("=")[0].removeprefix("parallel.") for s in settings if s.startswith("parallel.")}
     fixed = {name: getattr(config.parallel, name) for name in DEGREES if name in asked}
     every, best = choose(config, args.gpus, gigabytes(args.memory) * 1e9, args.gpus_per_node, fixed)
     print(f"{args.config}: {args.gpus} GPUs of {args.memory}, batch {config.batch}")

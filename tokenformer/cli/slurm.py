@@ -10,12 +10,15 @@ import argparse
 import subprocess
 from pathlib import Path
 
+from tokenformer.cli.main import split_settings
 from tokenformer.errors import UserError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
-    parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
+    parser.add_argument(
+        "settings", nargs="*", default=[], metavar="a.b=c", help="keys laid over the config; more config files"
+    )
     parser.add_argument("--nodes", type=int, help="machines (default: an official file's num_nodes)")
     parser.add_argument("--gpus-per-node", type=int, help="0: the CPU (default: an official file's num_gpus)")
     parser.add_argument("--out", metavar="RUN", help="run folder, the script beside it (default: the config's `out`)")
@@ -38,8 +41,9 @@ def run(args: argparse.Namespace) -> int:
 
     source = Path(args.config)
     inside = is_folder(source / "checkpoints") and args.out in (None, args.config)  # a run to resume
-    files = [source / "config.yml" if inside else args.config, *(s for s in args.settings if "=" not in s)]
-    config = read_config(*files, overrides=[s for s in args.settings if "=" in s], training=True)
+    more, settings = split_settings(args.settings)
+    files = [source / "config.yml" if inside else args.config, *more]
+    config = read_config(*files, overrides=settings, training=True)
     nodes, gpus = launch_of(*(name for name in files if not means_weights(name)))
     nodes = nodes if args.nodes is None else args.nodes
     gpus = gpus if args.gpus_per_node is None else args.gpus_per_node

@@ -10,6 +10,8 @@ start=null begins from scratch. An existing run is never overwritten: --resume c
 begins the run where there is none, so that a job script can always give it). SIGTERM, SIGINT and SIGUSR1 save a
 checkpoint and stop.
 
+--keys lists every key with its type, default and meaning.
+
 Many processes: torchrun --nproc-per-node 8 -m tokenformer train CONFIG parallel.shard=8 (docs/parallelism.md).
 """
 
@@ -17,22 +19,41 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from tokenformer.cli.main import split_settings
+
+if TYPE_CHECKING:
+    from tokenformer.config import Config
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, run folder, or weights to begin with")
-    parser.add_argument("settings", nargs="*", metavar="a.b=c", help="keys laid over the config; more config files")
+    parser.add_argument(
+        "settings", nargs="*", default=[], metavar="a.b=c", help="keys laid over the config; more config files"
+    )
     parser.add_argument("--out", metavar="RUN", help="run folder (default: the config's `out`, or its name in runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument("--keys", action=ShowKeys, nargs=0, help="list every key that a config may have, and leave")
+
+
+class ShowKeys(argparse.Action):
+    """Prints a table of all keys, wherever it stands among the arguments."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from tokenformer.config import Config
+        from tokenformer.strict import Key, all_keys
+        from tokenformer.terminal import table
+
+        table(Key._fields, all_keys(Config))
+        parser.exit()
 
 
 def run(args: argparse.Namespace) -> int:
     from tokenformer.config import presets
     from tokenformer.errors import UserError
     from tokenformer.hub.open import locate, means_weights, read_config
-    from tokenformer.parallel.mesh import run_rank
     from tokenformer.parsing import is_file, is_folder
-    from tokenformer.train.trainer import Trainer
 
     source, given = Path(args.config), Path(args.out) if args.out else None
     inside = is_file(source / "config.yml")  # a run, or a folder of weights
@@ -41,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     itself = args.resume and inside and (given is None or given.resolve() == source.resolve())
     if itself and not is_folder(source / "checkpoints") and means_weights(source):
         raise UserError(f"{source} holds weights but no run to resume: give --out RUN to begin one with them")
-    names = [source / "config.yml" if itself else args.config, *(s for s in args.settings if "=" not in s)]
-    config = read_config(*names, overrides=[s for s in args.settings if "=" in s], training=True)
+    more, settings = split_settings(args.settings)
+    config = read_config(source / "config.yml" if itself else args.config, *more, overrides=settings, training=True)
     if not itself and given is None and config.out is None and means_weights(args.config):
         raise UserError(
             f"{source} holds weights, and what is trained from them needs a folder of its own: give --out RUN"
@@ -51,5 +72,23 @@ def run(args: argparse.Namespace) -> int:
     default = source if itself else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
     if config.start and not itself and os.environ.get("RANK", "0") == "0":
         print(f"a new run begins with the weights of {locate(config.start).path}", flush=True)
+    check(config, given or default, args.resume)
+    from tokenformer.parallel.mesh import run_rank
+    from tokenformer.train.trainer import Trainer
+
     trainer = Trainer(config, given or default, resume=args.resume, command=["tokenformer", *sys.argv[1:]])
     return run_rank(trainer.run)
+
+
+def check(config: "Config", folder: Path, resume: bool) -> None:
+    """Refuse frequent mistakes before torch is imported, which takes seconds; the trainer checks everything."""
+    from tokenformer.data.text.samples import find_sets
+    from tokenformer.growth.progressive import resolve
+    from tokenformer.train.run import earlier, with_batch_sizes
+
+    resolve(config)
+    before = earlier(folder, resume)
+    if before is None and os.environ.get("WORLD_SIZE", "1") == "1":
+        with_batch_sizes(config, world=1)
+    if config.task in (None, "language") and config.model.of == "language":
+        find_sets(config.data)

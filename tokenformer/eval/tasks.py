@@ -4,7 +4,6 @@ Files are JSON lines (also .xz) with the fields that docs/evaluation.md lists.
 """
 
 import functools
-import lzma
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tokenformer.data.compressed import DAMAGE, decompress
 from tokenformer.data.text.tokenizer import Tokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.ranks import spread
@@ -104,7 +104,8 @@ def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[d
     rows = []
     size = number = 0
     try:
-        with (lzma.open if path.suffix == ".xz" else open)(path, "rb") as file:
+        with open(path, "rb") as raw:
+            file = decompress(raw, ".xz") if path.suffix == ".xz" else raw
             while line := file.readline(LONGEST):
                 number, size = number + 1, size + len(line)
                 where = f"{path}, line {number}"
@@ -115,7 +116,7 @@ def read_rows(name: str, folder: str | Path, limit: int | None = None) -> list[d
                 if not line.isspace():
                     rows.append(parse_json(line.decode(), where))
                     _check_row(TASKS[name], rows[-1], where)
-    except (ValueError, lzma.LZMAError, EOFError, OSError) as error:
+    except (*DAMAGE, ValueError, OSError) as error:
         raise UserError(f"{path} is not JSON lines ({error}): get it anew") from None
     if not rows:
         raise UserError(f"{path} has no rows: get it anew")

@@ -93,8 +93,12 @@ class Tensors(Mapping[str, Tensor]):
                 self.stored[name] = stored
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self.files[name], framework="pt") as file:
-            return file.get_tensor(self.stored[name])
+        path = self.files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(self.stored[name])
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} changed or was removed while it was read ({error}): start again") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)

@@ -104,7 +104,7 @@ def refusal(config: ModelConfig) -> str | None:
     for which in PROJECTIONS:
         segments = config.segments(which)
         if len(segments) > 1:
-            return f"its {which} projections have {len(segments)} segments"
+            return f"its {which} projections have {len(segments)} segments, which --merge-segments makes one"
         tokens, tau = segments[0]
         if not math.isclose(tau, math.sqrt(tokens), rel_tol=1e-12):
             return f"τ of its {which} projections is {tau:g}, not √{tokens}"

@@ -35,19 +35,26 @@ def find_newest(run: Path, values: bool = True) -> Found:
     """
     steps, damaged, notes = all_steps(run), [], []
     last = run / "checkpoints" / "last"
-    named = first_text(last).strip() if is_file(last) else None
-    if named is not None and named not in {path.name for path in steps.values()}:
-        notes.append(f"{last} names {shown(named)}, which is not there")
+    try:
+        named = first_text(last).strip() if is_file(last) else None
+        if named is not None and named not in {path.name for path in steps.values()}:
+            notes.append(f"{last} names {shown(named)}, which is not there")
+    except UserError as error:
+        notes.append(_without_advice(error))
     for path in reversed(steps.values()):
         try:
             check_manifest(path, values)
             return Found(path, damaged, notes)
         except (UserError, OSError) as error:
             damaged.append(path)
-            notes.append(f"the checkpoint {path} is damaged ({str(error).rsplit(': ', 1)[0]})")
+            notes.append(f"the checkpoint {path} is damaged ({_without_advice(error)})")
     if notes:
         raise UserError(f"no checkpoint of {run} is whole: put one back from a copy; {'; '.join(notes)}")
     return Found(None, [], [])
+
+
+def _without_advice(error: Exception) -> str:
+    return str(error).rsplit(": ", 1)[0]
 
 
 def newest_whole(run: Path, values: bool = True) -> Path | None:

@@ -30,7 +30,7 @@ from tokenformer.parsing import read_json
 from tokenformer.terminal import drop_output
 from tokenformer.train import loggers
 
-LARGEST = 1 << 32  # bytes of metrics.jsonl
+LONGEST = 1 << 20  # bytes of a line of metrics.jsonl
 # Dense 16-bit TFLOP/s by a part of the name that CUDA gives; longer names first where one holds another.
 PEAKS = {
     "GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989,
@@ -279,16 +279,19 @@ def read_rows(run: str | Path) -> list[dict]:
     """Read the rows of a run's metrics.jsonl; a last line that a kill cut short is left out."""
     rows = []
     path = Path(run) / "metrics.jsonl"
-    if path.stat().st_size > LARGEST:
-        raise UserError(f"{path} has more than {LARGEST:,} bytes, which no run writes: mend it or move it away")
-    with open(path, "rb") as file:
-        while line := file.readline(1 << 20):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
-                rows.append(row)
+    try:
+        with open(path, "rb") as file:
+            while line := file.readline(LONGEST):
+                if len(line) == LONGEST:
+                    raise UserError(f"{path} has a line of a megabyte, which no run writes: mend it or move it away")
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
+                    rows.append(row)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): mend it or move it away") from None
     return rows
 
 

@@ -1,14 +1,13 @@
 """The binary files of CIFAR-10, CIFAR-100 and MNIST (Fashion-MNIST, KMNIST), as their authors publish them."""
 
-import gzip
 import math
 import struct
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from tokenformer.data.compressed import DAMAGE, decompress
 from tokenformer.data.images.decode import MOST_BYTES
 from tokenformer.data.images.stored import Pieces
 from tokenformer.errors import UserError
@@ -93,9 +92,9 @@ def _mnist_file(folder: Path, prefix: str, what: str, axes: int) -> Path | None:
 
 def _bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            return file.read(most)
-    except (OSError, EOFError, zlib.error) as error:
+        with open(path, "rb") as file:
+            return (decompress(file, ".gz") if path.suffix == ".gz" else file).read(most)
+    except (*DAMAGE, OSError) as error:
         raise UserError(f"{path} is no whole gzip file ({error}): get it anew") from None
 
 

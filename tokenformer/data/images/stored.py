@@ -5,7 +5,6 @@ in a moment. An item is the bytes of an image file, or pixels (uint8) where the 
 """
 
 import functools
-import gzip
 import hashlib
 import os
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
+from tokenformer.data.compressed import decompress
 from tokenformer.data.images.decode import MOST_BYTES, Damaged
 from tokenformer.errors import UserError
 from tokenformer.parsing import shown
@@ -148,8 +148,8 @@ def _read_at(path: str, stamp: int, offset: int, size: int) -> bytes:
 
 @functools.lru_cache(maxsize=4)
 def _unpacked(path: str, stamp: int) -> bytes:
-    with gzip.open(path) as file:
-        return file.read(MOST_BYTES)
+    with open(path, "rb") as file:
+        return decompress(file, ".gz").read(MOST_BYTES)
 
 
 @functools.lru_cache(maxsize=128)

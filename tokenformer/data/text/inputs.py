@@ -4,31 +4,26 @@ Unusual: members of a plain .tar and of a .zip are inputs of their own, so that 
 between them; other archives (.tar.gz and the like) are read through from the front.
 """
 
-import bz2
 import glob
-import gzip
 import io
-import lzma
 import os
 import sys
 import tarfile
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
+from tokenformer.data import compressed
 from tokenformer.errors import UserError
 from tokenformer.parsing import is_file, is_folder
 
 Item = TypeVar("Item")
 STDIN = "-"
-_COMPRESSED: dict[str, Callable[[Any], Any]] = {".gz": lambda s: gzip.GzipFile(fileobj=s), ".xz": lzma.open}
-_COMPRESSED[".bz2"] = bz2.BZ2File
-DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, tarfile.ReadError, zipfile.BadZipFile)
+DAMAGE = (*compressed.DAMAGE, tarfile.ReadError, zipfile.BadZipFile)
 
 
 @dataclass(frozen=True)
@@ -154,10 +149,8 @@ def unpack(stream: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, str]]:
     """Unpack what the endings of a name say (.gz, .xz, .zst, .bz2, .tar, .zip), one after another."""
     name = name.removesuffix(".tgz") + ".tar.gz" if name.endswith(".tgz") else name
     inner, ending = os.path.splitext(name)
-    if ending in _COMPRESSED:
-        yield from unpack(_COMPRESSED[ending](stream), inner)
-    elif ending == ".zst":
-        yield from unpack(io.BufferedReader(_Zstd(stream, name), 1 << 20), inner)
+    if ending in compressed.ENDINGS:
+        yield from unpack(compressed.decompress(stream, ending), inner)
     elif ending == ".tar":
         with tarfile.open(fileobj=stream, mode="r|") as tar:
             for member in tar:
@@ -181,39 +174,3 @@ def seekable(stream: BinaryIO) -> BinaryIO:
         copy.write(block)
     copy.seek(0)
     return copy  # type: ignore[return-value]
-
-
-class _Zstd(io.RawIOBase):
-    """Decompresses Zstandard frames; unlike the library's own reader it notices a file that was cut off."""
-
-    def __init__(self, stream: BinaryIO, name: str) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise UserError(f"{name} needs zstandard: pip install 'tokenformer[data]'") from None
-        self._stream, self._error = stream, zstandard.ZstdError
-        self._make = lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-        self._frame: Any = None
-        self._rest, self._out = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._out:
-            packed = self._rest or self._stream.read(1 << 17)
-            self._rest = b""
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("the last frame is not complete")
-                return 0
-            self._frame = self._frame or self._make()
-            try:
-                self._out = memoryview(self._frame.decompress(packed))
-            except self._error as error:
-                raise EOFError(str(error)) from None
-            if self._frame.eof:
-                self._frame, self._rest = None, self._frame.unused_data
-        count = min(len(buffer), len(self._out))
-        buffer[:count], self._out = self._out[:count], self._out[count:]
-        return count

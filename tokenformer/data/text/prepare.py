@@ -4,6 +4,7 @@ Unusual: text is cut into pieces by size alone, so the output is the same whatev
 journal is never encoded twice; the output gets its names at the very end.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -163,7 +164,7 @@ def prepare(
     if not (folder / "final").exists():
         refuse_existing()
     sources = inputs() if callable(inputs) else take_shard(find_inputs(inputs), shard)
-    dtype = np.dtype(dtype_for(encoder.vocab_size))
+    dtype, fresh = np.dtype(dtype_for(encoder.vocab_size)), not Path(out).exists()
     stamps = [[s.path if s.path == STDIN else os.path.abspath(s.path), *dataclasses.astuple(s)[1:]] for s in sources]
     work = Work(folder, _settings(reading, encoder), stamps, dtype.itemsize)
     try:
@@ -182,6 +183,9 @@ def prepare(
         work.publish(targets)
     finally:
         work.close()
+        if fresh:
+            with contextlib.suppress(OSError):  # it holds something
+                Path(out).rmdir()
     _report(work.progress, say)
     return prefix
 

@@ -18,6 +18,7 @@ from tokenformer.data.text.inputs import DAMAGE, Input, open_input, seekable
 from tokenformer.errors import UserError
 
 LONGEST_LINE = 1 << 27
+ZEROS = 4096  # so many bytes of 0 in a row are a page that was set aside and never written
 Format = Literal["text", "jsonl", "parquet"]
 _FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
@@ -170,6 +171,8 @@ def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) ->
         block = stream.read(1 << 20)
         final = not block
         pending = len(decoder.getstate()[0])
+        if (zeros := block.find(bytes(ZEROS))) >= 0:
+            raise UserError(f"{name} holds zeros instead of text from byte {fed + zeros:,}: get it anew")
         try:
             more = decoder.decode(block, final)
         except UnicodeDecodeError as error:

@@ -15,7 +15,7 @@ from tokenformer.config import DataConfig
 from tokenformer.config_data import IGNORED
 from tokenformer.data.loader import Loader
 from tokenformer.data.source import Field
-from tokenformer.data.text.indexed import Indexed
+from tokenformer.data.text.indexed import Indexed, find_prefix
 from tokenformer.data.text.official_order import OfficialOrder
 from tokenformer.data.text.parts import PARTS, bounds, part_edges
 from tokenformer.data.text.sets import set_tokenizer
@@ -104,11 +104,16 @@ class TextSource:
                     labels_BT[row][documents[1:] != documents[:-1]] = IGNORED
 
 
-def open_sets(config: DataConfig, vocab: int | None = None) -> list[Indexed]:
-    """Open the sets that a config names, verified as it says. Refuse those of different tokenizers."""
+def find_sets(config: DataConfig) -> list[Path]:
+    """Return where the sets are that a config names, or refuse it; nothing is read."""
     if not config.sets:
         raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
-    sets = [Indexed(path, config.verify, vocab) for path in config.sets]
+    return [find_prefix(path) for path in config.sets]
+
+
+def open_sets(config: DataConfig, vocab: int | None = None) -> list[Indexed]:
+    """Open the sets that a config names, verified as it says. Refuse those of different tokenizers."""
+    sets = [Indexed(prefix, config.verify, vocab) for prefix in find_sets(config)]
     known = [(s.prefix.name, (s.description or {}).get("tokenizer")) for s in sets]
     known = [(name, tokenizer) for name, tokenizer in known if tokenizer]
     for name, tokenizer in known:

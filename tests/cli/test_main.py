@@ -1,0 +1,77 @@
+"""The command itself: how soon it answers, how its threads wait, what it makes of words that are no command."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenformer import cli
+from tokenformer.cli.main import build_parser, main, verbs
+from tokenformer.terminal import table
+
+QUIET = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+
+
+def answer(*words: str) -> tuple[int, list[str], str]:
+    """Run the command in a process of its own; return code, heavy modules, and what it said."""
+    code = (
+        "import sys\nfrom tokenformer.cli.main import main\n"
+        "try:\n    code = main(sys.argv[1:])\n"
+        "finally:\n    print('heavy:', *[name for name in ('torch', 'rich', 'transformers') if name in sys.modules])\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=QUIET)
+    *_, last = done.stdout.splitlines()
+    return done.returncode, last.split()[1:], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        ("info lm/150m", 0, "151,881,216"),
+        ("train --keys", 0, "peak learning rate, for AdamW and for Muon"),
+        ("info lm/150m model.heads=7", 2, "does not divide dim 768"),
+        ("train lm/150m stepz=3", 2, "did you mean 'steps'"),
+        ("train lm/150m batch=null micro_batch=null", 2, "batch is missing"),
+        ("train lm/150m", 2, "data.path is missing"),
+        ("train lm/150m batch=4 data.path=nowhere/set", 2, "there is no prepared set"),
+        ("train lm/151m", 2, "did you mean the preset 'lm/150m'"),
+        ("train lm/150m batch=4 --out .", 2, "is there already"),
+    ],
+)
+def test_info_and_mistakes_of_a_config_answer_before_torch_is_imported(words, code, sentence):
+    left, heavy, said = answer(*words.split())
+    assert (left, heavy) == (code, []) and sentence in said, said
+
+
+@pytest.mark.parametrize(("asked", "spins"), [({}, "0"), ({"GOMP_SPINCOUNT": "77"}, "77")])
+def test_threads_wait_asleep_unless_the_user_says_otherwise(asked, spins):
+    """OpenMP prints what it took from the environment when torch loads it."""
+    code = "from tokenformer.cli.main import main; main(['info', 'lm/150m']); import torch"
+    shown = QUIET | {"OMP_DISPLAY_ENV": "verbose"} | asked
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=shown)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
+def test_values_stand_right_beside_their_names(capsys):
+    assert main(["tokenizer", "info", "byte"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines[0].index("byte")
+    assert all(line[at - 1] == " " != line[at] for line in lines) and lines[1][at:] == "257", lines
+
+
+def test_a_table_aligns_columns_of_numbers_to_the_right(capsys):
+    table(["what", "size"], [["a", "9"], ["b", "-1,000"], ["c", "–"]])
+    assert capsys.readouterr().out.splitlines() == ["what    size", "a          9", "b     -1,000", "c          –"]
+
+
+def test_help_shows_every_command_in_the_order_of_work_and_an_example():
+    files = {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - {"__init__", "main"}
+    assert set(verbs()) == files
+    said = build_parser().format_help()
+    assert "example: tokenformer train" in said
+    order = [said.index(f"\n    {name}") for name in ("prepare", "train", "plot", "generate", "grow", "slurm")]
+    assert order == sorted(order)
