@@ -78,7 +78,7 @@ class Located(NamedTuple):
 def locate(source: str | Path, values: bool = True) -> Located:
     """Find the weights at a path or behind a hub name. Of a run they are those of its newest whole checkpoint.
 
-    Without `values` the weights of a checkpoint are compared with its manifest by their size alone, which is quick.
+    Without `values` weights are compared with their manifest by their size alone, which is quick.
     """
     from tokenformer.hub import official
     from tokenformer.hub.run_folder import newest_whole
@@ -107,7 +107,7 @@ def locate(source: str | Path, values: bool = True) -> Located:
         raise UserError(f"{source} holds no weights that we know: {known}")
     folder = weights if is_folder(weights) else weights.parent
     if is_file(folder / MANIFEST):
-        check_manifest(folder, edited=True)
+        check_manifest(folder, values, edited=True)
     return Located("official", weights)
 
 
@@ -334,7 +334,7 @@ def _raw(name: str | Path, scratch: bool) -> dict:
     """Return the raw mapping of a config file or preset, or of weights; from `scratch` these do not set `start`."""
     if not means_weights(name) or (scratch and is_file(Path(name) / "config.yml")):
         return native.read(name)
-    opened = open_model(name)
+    opened = Opened(name, locate(name, values=False))  # who reads the weights compares their checksums
     settings = native.read(opened.run) if opened.run else {}
     own = {"model": native.to_dict(opened.config), "growth": [], "out": None, "start": None if scratch else str(name)}
     return {**settings, **own}

@@ -106,7 +106,8 @@ class Trainer:
         self.compiler = choose_compiler(c.train, self.device)
         first, history = None, []  # from a checkpoint they come later
         if self.found.path is None:
-            first, history = first_values(c, self.build_model, self.task.files())
+            first, history, said = first_values(c, self.build_model, self.task.files())
+            self.said += said
         self.place.start(self.device)  # so far every rank checked for itself; from here on they communicate
         torch.manual_seed(c.seed)
         if self.compiler != "none":
