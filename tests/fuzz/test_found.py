@@ -62,6 +62,20 @@ def test_a_row_of_metrics_without_a_loss_is_not_drawn(tmp_path):
     assert main(["plot", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
 
 
+@pytest.mark.parametrize("value", [[1], "x", 10**400, ...], ids=["list", "text", "huge", "missing"])
+@pytest.mark.parametrize("key", ["loss", "tokens_per_second", "tokens"])
+def test_a_row_of_metrics_of_another_form_is_refused(tmp_path, capsys, key, value):
+    shutil.copytree(DATA / "before" / "run", tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    changed = max(i for i, row in enumerate(rows) if row["kind"] == "train")
+    rows[changed] = {k: v for k, v in {**rows[changed], key: value}.items() if v is not ...}
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = main(["plot", str(tmp_path / "run"), "--x", "tokens", "--out", str(tmp_path / "page.html")])
+    said = capsys.readouterr().err
+    assert (drawn, said.count("\n")) in ([(0, 0)] if (key, value) == ("loss", ...) else [(2, 1)])
+
+
 def test_a_set_whose_tokens_are_a_pipe_is_refused(tmp_path):
     shutil.copytree(DATA / "before" / "set", tmp_path / "set", ignore=shutil.ignore_patterns("*.json"))
     tokens = tmp_path / "set" / "alice_text_document.bin"
@@ -75,6 +89,20 @@ def test_a_prompt_that_is_nested_too_deeply_is_refused(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(f'{{"text": "a"}}\n{DEEP}\n')
     with pytest.raises(UserError, match="line 2 is nested too deeply"):
         Request(text_gen_type="input-file", sample_input_file=str(tmp_path / "prompts.jsonl")).prompts()
+
+
+def test_prompts_of_a_name_that_no_file_can_have_are_refused():
+    with pytest.raises(UserError, match=r"cannot be read .embedded null byte."):
+        Request(text_gen_type="input-file", sample_input_file="a\0b").prompts()
+
+
+def test_a_run_whose_environment_is_of_another_form_is_not_resumed(tmp_path, monkeypatch, capsys):
+    for name in ("run", "set"):
+        shutil.copytree(DATA / "before" / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    Path("run/environment.json").write_text('{"starts": "a"}')
+    assert main(["train", "run", "--resume", "data.path=set/alice"]) == 2
+    assert "environment.json is not what a run writes" in capsys.readouterr().err
 
 
 def test_a_line_of_metrics_that_is_nested_too_deeply_is_left_out(tmp_path):
