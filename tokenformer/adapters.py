@@ -37,7 +37,7 @@ def digest(config: ModelConfig, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().float().cpu().contiguous()
         found.update(f"\n{name} {list(tensor.shape)}\n".encode())
-        found.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+        found.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -70,8 +70,10 @@ def sizes_of(adapter: Adapter, config: ModelConfig, ends: Any) -> dict[tuple[str
         except ValueError:
             raise UserError(f"{where} holds '{text[:80]}', which is no part of an adapter: get it anew") from None
         if text not in own and name.segment is not None and name.layer is not None:
-            need(name.layer < config.layers, f"{where} is for layer {name.layer}, but its base has {config.layers}")
-            need(name.segment < 1000, f"{where} has a segment {name.segment}: at most 1,000 are possible, get it anew")
+            fits = name.layer < config.layers and name.segment < 1000 and tensor.ndim == 2
+            need(
+                fits, f"{where} holds '{text[:80]}' {list(tensor.shape)}, for which its base has no place: get it anew"
+            )
             found.setdefault((PROJECTION_OF[name.projection], name.layer), {})[name.segment] = len(tensor)
     sizes = {at: [size for _, size in sorted(segments.items())] for at, segments in found.items()}
     expected = {n: list(p.shape) for n, p in empty(with_segments(config, sizes, "adapter")).named_parameters()}

@@ -1,6 +1,7 @@
 """Adapters on the command line: generate and eval with them, list, merge and add."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,33 @@ def test_generate_with_an_adapter_is_generate_of_the_merged_model(folder, capsys
     assert main(["adapter", "merge", str(folder / "base"), books, "--out", str(folder / "merged")]) == 0
     capsys.readouterr()
     assert text("base", "--adapter", books) == text("merged") != text("base")
+
+
+def test_prompts_of_one_file_name_their_adapters(folder, capsys):
+    """A row that names none has those of the command."""
+    rows = [{"prompt": "It", "adapter": "books"}, {"prompt": "It", "adapter": {"poems": 2.0}}, {"prompt": "It"}]
+    (folder / "in.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "It", "adapter": {}}])
+    )
+
+    def texts(*words: str) -> list[str]:
+        capsys.readouterr()
+        assert main(["generate", str(folder / "base"), "--tokens", "16", *words]) == 0
+        return [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+
+    books, poems = str(folder / "books"), str(folder / "poems")
+    found = texts("--input-file", str(folder / "in.jsonl"), "--adapter", books, "--adapter", f"{poems}=0.5")
+    (folder / "one.jsonl").write_text('{"prompt": "It"}\n')
+    one = ["--input-file", str(folder / "one.jsonl")]
+    both = ["--adapter", books, "--adapter", f"{poems}=0.5"]
+    each = [["--adapter", books], ["--adapter", f"{poems}=2"], both, []]
+    assert found == [texts(*one, *adapters)[0] for adapters in each] and len(set(found)) > 2
+    for wrong, said in (("7", "write .adapter.:"), ('{"books": "x"}', "write .adapter.:"), ('"c"', "there are books")):
+        (folder / "in.jsonl").write_text(f'{{"prompt": "It", "adapter": {wrong}}}')
+        assert (
+            main(["generate", str(folder / "base"), "--input-file", str(folder / "in.jsonl"), "--adapter", books]) == 2
+        )
+        assert re.search(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

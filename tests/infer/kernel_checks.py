@@ -90,6 +90,46 @@ def prefill_error(model: LanguageModel) -> float:
     return max(*errors, relative(ours.k, theirs.k), relative(ours.v, theirs.v))
 
 
+SWITCHED = {
+    "qkv_tokens": [70, 20, 9],
+    "proj_tokens": 50,
+    "ffn_tokens": [100, 65, 3],
+    "switch": {"qkv": ["", "", "a"], "ffn": ["", "a", "b"]},
+    "layer_overrides": {1: LayerOverride(ffn_tokens=[100, 5], switch={"ffn": ["", "b"]})},
+}
+WEIGHTS = {"a": torch.tensor([1.0, 0.0, -0.5]), "b": torch.tensor([0.0, 0.0, 2.0])}  # of three rows
+
+
+@torch.no_grad()
+def adapter_errors() -> dict[str, float]:
+    """Rows with other switches each, in a step and in prefill: against the packed model, and one row at a time."""
+    model = model_of("segments", layers=2, **SWITCHED)
+    packed, fused = Packed(model), FusedModel(model, torch.float32)
+    ids = torch.randint(96, (3, 6), generator=torch.Generator().manual_seed(1))
+    positions, none = torch.full((3,), 5), {name: torch.zeros(3) for name in WEIGHTS}
+
+    def run(rows: slice, weights: dict[str, torch.Tensor], kernels: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        some, switches = ids[rows], {name: weight[rows] for name, weight in weights.items()}
+        cache = StaticCache(model.config, len(some), 16, "cpu", torch.float32)
+        if kernels:
+            hidden = fused.hidden(some[:, :5], cache, 0, switches)
+            return hidden, fused.step(len(some), SMALL)(some[:, 5], positions[rows], cache, switches)
+        hidden = packed.hidden(some[:, :5], torch.arange(5), cache, 0, switches)
+        return hidden, packed.logits(packed.hidden(some[:, 5:], positions[rows, None], cache, None, switches)[:, 0])
+
+    def worst(one: tuple, other: tuple) -> float:
+        return max(map(relative, one, other))
+
+    together, every = run(slice(3), WEIGHTS, True), run(slice(3), WEIGHTS, False)
+    alone = [run(slice(i, i + 1), WEIGHTS, True) for i in range(3)]
+    assert relative(together[1], run(slice(3), none, True)[1]) > 0.01  # they matter
+    return {
+        "adapters, 3 rows": worst(together, every),
+        "adapters, all off": worst(run(slice(3), none, True), run(slice(3), {}, False)),
+        "adapters, together and alone": worst(together, tuple(torch.cat(parts) for parts in zip(*alone, strict=True))),
+    }
+
+
 def greedy_error() -> float:
     """The share of numbers that differ from what the engine's own operations give."""
     from tokenformer.ops.kernels import decode
@@ -149,6 +189,7 @@ if __name__ == "__main__":
     results["prefill"] = prefill_error(model_of("segments", layers=1))
     results["greedy"] = greedy_error()
     results["zeros"] = zeros_error()
+    results |= adapter_errors()
     for lengths in ([9], [5, 1]):
         half = model_of("one segment", layers=1).half()
         results[f"half precision, {len(lengths)} rows, undivided"] = step_error(half, lengths, WHOLE)

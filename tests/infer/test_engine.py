@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import make
 
 from tokenformer.errors import UserError
 from tokenformer.infer import Engine, Sampling
@@ -166,3 +167,38 @@ def test_half_precision_decodes_as_the_reference_does(prompts):
             ours = packed.logits(packed.hidden(ids, torch.arange(len(prompt)), cache, 0))
             logits.append((ours - model(ids).logits.float()).abs().max() / ours.abs().max())
     assert max(logits) < 0.03
+
+
+SWITCHED = {"ffn_tokens": [16, 6, 5], "switch": {"ffn": ["", "a", "b"], "qkv": ["", "b"]}}
+ROWS = [{"a": 1.0}, {"b": -0.5, "a": 2.0}, {}, {"b": 3.0}]
+
+
+def test_each_row_of_a_batch_has_its_own_adapters():
+    """As one at a time: the same tokens, log-probabilities within 1e-6; without adapters the base, bit for bit."""
+    model, prompts = make(**SWITCHED), [[5, 6, 7], [1], [9, 9], [3, 2, 1, 0]]
+    plain = make(ffn_tokens=16, qkv_tokens=12)
+    plain.load_state_dict({n: p for n, p in model.state_dict().items() if n in plain.state_dict()}, strict=True)
+    engine = Engine(model)
+    together = engine.generate(prompts, 9, logprobs=True, switches=ROWS)
+    for row, prompt, switches in zip(together, prompts, ROWS, strict=True):
+        (alone,) = engine.generate([prompt], 9, logprobs=True, switches=[switches])
+        assert alone.ids == row.ids
+        assert max(abs(a - b) for a, b in zip(alone.logprobs, row.logprobs, strict=True)) < 1e-6
+        model.active = switches
+        assert model.generate(torch.tensor([prompt]), 9)[0, len(prompt) :].tolist() == row.ids
+        assert Engine(model).generate([prompt], 9)[0].ids == row.ids  # active when the engine is made
+    assert engine.generate(prompts, 9, logprobs=True) == Engine(plain).generate(prompts, 9, logprobs=True)
+    assert len({tuple(row.ids) for row in engine.generate([[5, 6, 7]] * 4, 9, switches=ROWS)}) > 1
+
+
+def test_adapters_that_a_batch_cannot_have():
+    model = make(**SWITCHED)
+    for switches, said in (
+        ([{"c": 1.0}], "no adapter 'c' is attached: there are a, b"),
+        ([{}, {}], "for 2 of 1 prompts"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Engine(model).generate([[1]], 3, switches=switches)
+    model.adapters = {"a": {"norm.bias": torch.zeros(32)}}
+    with pytest.raises(UserError, match="adapter 'a' moves parameters of its base"):
+        Engine(model).generate([[1], [2]], 3, switches=[{"a": 1.0}, {}])

@@ -23,6 +23,9 @@ CASES = {
     "prefill": 2e-5,
     "greedy": 1e-9,
     "zeros": 2e-5,
+    "adapters, 3 rows": 2e-5,
+    "adapters, all off": 2e-5,
+    "adapters, together and alone": 1e-6,
     "half precision, 1 rows, undivided": 1e-2,
     "half precision, 2 rows, undivided": 1e-2,
 }

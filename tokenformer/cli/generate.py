@@ -127,6 +127,7 @@ def write(engine, tokenizer, request, prompts: list, stop_ids: list[int], args: 
         on_piece=show if alone else None,
         stop_ids=stop_ids,
         names=[prompt.name for prompt in prompts],
+        switches=[prompt.adapters for prompt in prompts],
     )
     if alone:
         print(prompts[0].text, end="", flush=True)

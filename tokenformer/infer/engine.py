@@ -5,7 +5,7 @@ Legend: B batch, T positions, D dim, W vocabulary, K new tokens.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,7 +62,25 @@ class Engine:
         self.vocab = min(vocab or model.config.vocab, model.config.vocab)
         self.graph = self.packed.device.type == "cuda" if graph is None else graph
         self.backend, self.make_step, self.hidden = choose_backend(model, self.packed, backend, tuning or Tuning())
+        self.names, self.active = model.config.switch_names(), dict(model.active)
+        self.moved = {name for name, moved in getattr(model, "adapters", {}).items() if moved}
         self._last: _Batch | None = None
+
+    def check_switches(
+        self, switches: Sequence[Mapping[str, float] | None] | None, count: int
+    ) -> dict[str, list[float]]:
+        """Return the weights of each switch that some row uses, row by row; all checked."""
+        rows = [self.active if row is None else row for row in switches or [None] * count]
+        if len(rows) != count:
+            raise UserError(f"there are switches for {len(rows)} of {count} prompts: give one mapping per prompt")
+        for name in sorted({name for row in rows for name in row}):
+            if name not in self.names:
+                known = ", ".join(sorted(self.names)) or "none"
+                raise UserError(f"no adapter '{name[:80]}' is attached: there are {known}")
+            if name in self.moved and len({row.get(name, 0.0) for row in rows} | {self.active.get(name, 0.0)}) > 1:
+                raise UserError(f"adapter '{name}' moves parameters of its base, so all rows have it alike, or none")
+        used = sorted(name for name in self.names if any(row.get(name) for row in rows))
+        return {name: [float(row.get(name, 0.0)) for row in rows] for name in used}
 
     def check(
         self, prompts: Sequence[Ids] | Tensor, seeds: Sequence[int] | None = None, names: Sequence[str] | None = None
@@ -100,18 +118,20 @@ class Engine:
         seeds: Sequence[int] | None = None,
         stop_ids: Sequence[int] = (),
         logprobs: bool = False,
+        switches: Sequence[Mapping[str, float] | None] | None = None,
     ) -> "_Batch":
         """Prefill and choose the first token of each row; `advance` makes the rest. One batch can run at a time."""
         rows, seeds = self.check(prompts, seeds)
+        weights = self.check_switches(switches, len(rows))
         if not rows or n < 1:
             raise UserError("there is nothing to generate: give at least one prompt and one token")
         n = min(n, self.context)  # no row can have more
         slots = -(-min(max(map(len, rows)) + n, self.context) // SLOTS) * SLOTS
-        key = (len(rows), slots, n, sampling or Sampling(), len(stop_ids), logprobs)
+        key = (len(rows), slots, n, sampling or Sampling(), len(stop_ids), logprobs, tuple(weights))
         if self._last is None or self._last.key != key:
             self._last = None  # frees its cache first
             self._last = _Batch(self, key)
-        self._last.begin(rows, seeds, stop_ids)
+        self._last.begin(rows, seeds, stop_ids, weights)
         return self._last
 
     def generate(
@@ -123,18 +143,22 @@ class Engine:
         seeds: Sequence[int] | None = None,
         stop_ids: Sequence[int] = (),
         logprobs: bool = False,
+        switches: Sequence[Mapping[str, float] | None] | None = None,
     ) -> list[Finished]:
         """Generate up to `n` new tokens per prompt: fewer where a stop token comes or the context is full. Row i's seed
-        is i unless `seeds` says otherwise; `logprobs` asks for log-probabilities.
+        is i unless `seeds` says otherwise; `logprobs` asks for log-probabilities. `switches`: the adapters of each row
+        with their weights; None, for a row or all of them, means those that were active when the engine was made.
         """
-        batch = self.start(prompts, n, sampling, seeds=seeds, stop_ids=stop_ids, logprobs=logprobs)
+        how = {"seeds": seeds, "stop_ids": stop_ids, "logprobs": logprobs, "switches": switches}
+        batch = self.start(prompts, n, sampling, **how)
         while not batch.over:
             batch.advance(self.every)
         return batch.rows
 
 
-Step = Callable[[Tensor, Tensor, StaticCache], Tensor]  # ids (B,), positions (B,), cache → logits (B, W)
-Hidden = Callable[[Tensor, StaticCache, int], Tensor]  # ids (B, T), cache, start → (B, T, D), what the head reads
+Switches = Mapping[str, Tensor] | None  # name → (B,) weights; None: the model has none
+Step = Callable[[Tensor, Tensor, StaticCache, Switches], Tensor]  # ids (B,), positions (B,), … → logits (B, W)
+Hidden = Callable[[Tensor, StaticCache, int, Switches], Tensor]  # ids (B, T), cache, start, … → (B, T, D), for the head
 
 
 def choose_backend(
@@ -148,11 +172,15 @@ def choose_backend(
         raise UserError(f"the triton kernels cannot be used, since {reason}: take the backend torch")
 
     def plain(batch: int) -> Step:
-        return lambda ids, positions, cache: packed.logits(packed.hidden(ids[:, None], positions[:, None], cache)[:, 0])
+        def step(ids: Tensor, positions: Tensor, cache: StaticCache, switches: Switches) -> Tensor:
+            hidden = packed.hidden(ids[:, None], positions[:, None], cache, switches=switches)
+            return packed.logits(hidden[:, 0])
 
-    def plain_hidden(ids_BT: Tensor, cache: StaticCache, start: int) -> Tensor:
+        return step
+
+    def plain_hidden(ids_BT: Tensor, cache: StaticCache, start: int, switches: Switches) -> Tensor:
         places = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)
-        return packed.hidden(ids_BT, places, cache, start)
+        return packed.hidden(ids_BT, places, cache, start, switches)
 
     if wanted == "torch" or reason:
         return "torch", plain, plain_hidden
@@ -173,11 +201,12 @@ class _Batch:
 
     def __init__(self, engine: Engine, key: tuple) -> None:
         self.engine, self.key = engine, key
-        batch, slots, self.n, self.sampling, stops, self.with_logprobs = key
+        batch, slots, self.n, self.sampling, stops, self.with_logprobs, names = key
         packed = engine.packed
         device = packed.device
         self.cache = StaticCache(packed.config, batch, slots, device, packed.dtype)
         self.forward = engine.make_step(batch)
+        self.switches = {n: torch.zeros(batch, device=device) for n in names} if engine.names else None
         self.token_B, self.position_B = torch.zeros(2, batch, dtype=torch.long, device=device).unbind(0)
         self.seed_B, self.limit_B = torch.zeros(2, batch, dtype=torch.long, device=device).unbind(0)
         self.last_B = torch.zeros(batch, dtype=torch.long, device=device)  # where prompts end
@@ -207,14 +236,14 @@ class _Batch:
         chunk, length, packed = self.engine.chunk, ids_BT.shape[1], self.engine.packed
         hidden_BD = torch.zeros(len(ids_BT), packed.config.dim, dtype=packed.dtype, device=ids_BT.device)
         for start in range(0, length, chunk):
-            hidden_BTD = self.engine.hidden(ids_BT[:, start : start + chunk], self.cache, start)
+            hidden_BTD = self.engine.hidden(ids_BT[:, start : start + chunk], self.cache, start, self.switches)
             index_B = (self.last_B - start).clamp(0, hidden_BTD.shape[1] - 1)
             here_B = (self.last_B >= start) & (self.last_B < start + hidden_BTD.shape[1])
             hidden_BD = torch.where(here_B[:, None], hidden_BTD[self.cache.rows_B1[:, 0], index_B], hidden_BD)
         self._pick(packed.logits(hidden_BD))
 
     def _step(self) -> None:
-        logits_BW = self.forward(self.token_B, self.position_B, self.cache)
+        logits_BW = self.forward(self.token_B, self.position_B, self.cache, self.switches)
         if self.plain and self.engine.backend == "triton":
             from tokenformer.ops.kernels import decode
 
@@ -244,8 +273,16 @@ class _Batch:
         if len(self.stop_ids):
             self.done_B |= (ids_B[:, None] == self.stop_ids).any(-1)
 
-    def begin(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], stop_ids: Sequence[int]) -> None:
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        stop_ids: Sequence[int],
+        weights: Mapping[str, list[float]],
+    ) -> None:
         """Prefill; rows are padded on the right, which no query sees before it is overwritten."""
+        for name, factor_B in (self.switches or {}).items():
+            factor_B.copy_(torch.tensor(weights[name]))
         engine, device = self.engine, self.engine.packed.device
         lengths = [len(p) for p in prompts]
         room = -(-max(lengths) // PADDED) * PADDED if engine.graph else max(lengths)

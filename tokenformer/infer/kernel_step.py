@@ -4,7 +4,7 @@ Unusual: keys that read a LayerNorm have their mean subtracted, values are trans
 tokens; the residual stream stays in fp32. Legend: B batch, D dim, N tokens, E output dim, M members, W vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -57,8 +57,6 @@ def why_not(config: ModelConfig, device: torch.device) -> str | None:
     """Return why the kernels cannot compute a model here, or None if they can."""
     if config.kind != "tokenformer" or config.theta != "l2_norm_gelu":
         return f"they compute theta l2_norm_gelu, not {config.theta if config.kind == 'tokenformer' else config.kind}"
-    if config.switch_names():
-        return "the model has switches"
     if config.dim % PAD:
         return f"dim is {config.dim}, not a multiple of {PAD}"
     if device.type != "cuda":
@@ -74,7 +72,7 @@ class FusedTokens:
     """Pattentions of one input (q, k and v, or one alone) of layers of one shape, laid out for the kernels."""
 
     def __init__(self, layers: Sequence[Sequence[Pattention]], dtype: torch.dtype, centred: bool) -> None:
-        one, self.members = layers[0][0].segments, len(layers[0])
+        one, self.members, self.switch = layers[0][0].segments, len(layers[0]), layers[0][0].switch
         self.sizes = sizes = [len(s.key_tokens) for s in one]
         padded = [-(-n // PAD) * PAD for n in sizes]
         device, self.n = one[0].key_tokens.device, sum(padded)
@@ -96,6 +94,16 @@ class FusedTokens:
         # each layer's at a multiple of 16 bytes: else the kernels would be compiled twice
         self.tau_LS = F.pad(torch.tensor(self.taus, dtype=torch.float32, device=device), (0, -len(sizes) % 4))
         self.block = min(n & -n for n in padded)  # a power of two that divides all of them
+        self.padded = padded
+
+    def factors(self, batch: int, switches: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Return (B, M·N): how much each token counts in each row; None where no segment has a switch."""
+        if not any(self.switch):
+            return None
+        given = {"": torch.ones(batch, device=self.key_LND.device), **(switches or {})}
+        off = torch.zeros_like(given[""])
+        columns = [given.get(s, off)[:, None].expand(-1, n) for s, n in zip(self.switch, self.padded, strict=True)]
+        return torch.cat(columns, 1).repeat(1, self.members).to(self.key_LND.dtype)
 
 
 class FusedModel:
@@ -109,7 +117,9 @@ class FusedModel:
             a = part.attention
             layers.append(([a.query, a.key, a.value], [a.proj], [part.ffn]))
         self.runs = []
-        for _, run in groupby(layers, lambda layer: [[len(s.key_tokens) for s in g[0].segments] for g in layer]):
+        for _, run in groupby(
+            layers, lambda layer: [([len(s.key_tokens) for s in g[0].segments], g[0].switch) for g in layer]
+        ):
             some = list(run)
             self.runs.append([FusedTokens([layer[i] for layer in some], dtype, i != 1) for i in range(3)])
         self.places = [(run, at) for run in self.runs for at in range(len(run[0].tau_LS))]
@@ -120,11 +130,18 @@ class FusedModel:
         self.device = self.embedding.device
 
     def step(self, batch: int, tuning: Tuning) -> "OneStep | FewStep | None":
-        if batch == 1:
+        if batch == 1 and not self.config.switch_names():
             return OneStep(self, tuning)
         return FewStep(self, batch, tuning) if batch <= MOST else None
 
-    def hidden(self, ids_BT: Tensor, cache: StaticCache, start: int) -> Tensor:
+    def factors(self, batch: int, switches: Mapping[str, Tensor] | None) -> list[list[Tensor | None]]:
+        """Return the factors of the groups of each layer (`FusedTokens.factors`)."""
+        made = {id(tokens): tokens.factors(batch, switches) for run in self.runs for tokens in run}
+        return [[made[id(tokens)] for tokens in run] for run, _ in self.places]
+
+    def hidden(
+        self, ids_BT: Tensor, cache: StaticCache, start: int, switches: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Return (B, T, D) after the final norm and fill the cache; all rows are at start, start + 1, …"""
         from tokenformer.ops.kernels import decode
 
@@ -132,13 +149,15 @@ class FusedModel:
         turn = self.rotary(start + length)
         x_TD = self.embedding[ids_BT].flatten(0, 1)
         q_BHTC = torch.empty(batch, c.heads, length, c.head_dim, dtype=self.dtype, device=self.device)
-        for i, ((qkv, proj, ffn), at) in enumerate(self.places):
-            qkv_MTD = torch.bmm(_weights(qkv, at, x_TD), qkv.value_LMEN[at].mT)
+        for i, (((qkv, proj, ffn), at), (f, g, h)) in enumerate(
+            zip(self.places, self.factors(batch, switches), strict=True)
+        ):
+            qkv_MTD = torch.bmm(_weights(qkv, at, x_TD, f), qkv.value_LMEN[at].mT)
             decode.fill_cache(qkv_MTD, cache.k[i], cache.v[i], *turn, start, q_BHTC)
             seen_BHTC = attention(q_BHTC, *(t[i, :, :, : start + length] for t in (cache.k, cache.v)))
             seen_TD = seen_BHTC.transpose(1, 2).reshape(x_TD.shape)
-            x_TD.addmm_(_weights(proj, at, seen_TD)[0], proj.value_LMEN[at, 0].T)
-            x_TD.addmm_(_weights(ffn, at, x_TD)[0], ffn.value_LMEN[at, 0].T)
+            x_TD.addmm_(_weights(proj, at, seen_TD, g)[0], proj.value_LMEN[at, 0].T)
+            x_TD.addmm_(_weights(ffn, at, x_TD, h)[0], ffn.value_LMEN[at, 0].T)
         weight, bias, eps = self.norm
         return F.layer_norm(x_TD.float(), (c.dim,), weight, bias, eps).to(self.dtype).unflatten(0, (batch, length))
 
@@ -146,12 +165,14 @@ class FusedModel:
         return angles(torch.arange(slots, device=self.device), self.config.rotary_dims, self.config.rotary_base)
 
 
-def _weights(tokens: FusedTokens, at: int, x_TD: Tensor) -> Tensor:
+def _weights(tokens: FusedTokens, at: int, x_TD: Tensor, factor_BN: Tensor | None) -> Tensor:
     """Return (M, T, N): the weight of each value token of layer `at` in each row of data."""
     import tokenformer.ops.kernels.pattention  # noqa: F401  (makes the operator)
 
     layout = tokens.sizes * tokens.members, [len(tokens.sizes)] * tokens.members, tokens.taus[at] * tokens.members
     weight_TN, _ = torch.ops.tokenformer.theta(x_TD @ tokens.key_LND[at].T, *layout, "l2_norm_gelu")
+    if factor_BN is not None:
+        weight_TN = weight_TN * factor_BN.repeat_interleave(len(x_TD) // len(factor_BN), 0)
     return weight_TN.unflatten(1, (tokens.members, -1)).transpose(0, 1)
 
 
@@ -166,7 +187,7 @@ class OneStep:
         self.qkv_MBD, self.seen_BD = torch.empty(3, 1, c.dim, device=device), torch.empty(1, c.dim, device=device)
         self.attend = Attend(model, 1, tuning)
 
-    def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
+    def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache, switches: Any = None) -> Tensor:
         from tokenformer.ops.kernels import decode_one
 
         m, t = self.model, self.tuning
@@ -252,23 +273,33 @@ class FewStep:
         each = -(-blocks // max(1, min(self.tuning.value_programs // tiles, blocks)))
         return -(-blocks // each)
 
-    def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache) -> Tensor:
+    def __call__(
+        self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache, switches: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         m, c = self.model, self.model.config
         self.arrived.zero_()
         copy_BD = m.embedding[ids_B]
         x_BD = copy_BD.float()
+        factors = m.factors(self.batch, switches)
         for i, (run, at) in enumerate(m.places):
-            qkv, proj, ffn = run
-            self._tokens(qkv, at, self.arrived[i, 0], copy_BD, self.qkv_MBD, None)
+            (qkv, proj, ffn), (f, g, h) = run, factors[i]
+            self._tokens(qkv, at, self.arrived[i, 0], copy_BD, self.qkv_MBD, None, f)
             self.attend(self.qkv_MBD, cache, i, positions_B, self.seen_BD)
-            self._tokens(proj, at, self.arrived[i, 1], self.seen_BD, x_BD, copy_BD)
-            self._tokens(ffn, at, self.arrived[i, 2], copy_BD, x_BD, copy_BD)
+            self._tokens(proj, at, self.arrived[i, 1], self.seen_BD, x_BD, copy_BD, g)
+            self._tokens(ffn, at, self.arrived[i, 2], copy_BD, x_BD, copy_BD, h)
         weight, bias, eps = m.norm
         hidden_BD = F.layer_norm(x_BD, (c.dim,), weight, bias, eps).to(m.dtype)
         return hidden_BD @ m.head.T
 
     def _tokens(
-        self, tokens: FusedTokens, at: int, arrived: Tensor, x: Tensor, out: Tensor, copy: Tensor | None
+        self,
+        tokens: FusedTokens,
+        at: int,
+        arrived: Tensor,
+        x: Tensor,
+        out: Tensor,
+        copy: Tensor | None,
+        factor_BN: Tensor | None,
     ) -> None:
         """Write a group of Pattentions of layer `at` of its run to `out`, or add it to `out` and `copy`."""
         from tokenformer.ops.kernels import decode
@@ -281,6 +312,8 @@ class FewStep:
             tokens.members, rows=t.score_rows, block=self.block,
             apart=len(tokens.key_LND[at]) // t.score_rows > self.together, **how,
         )  # fmt: skip
+        if factor_BN is not None:
+            g_BN *= factor_BN
         decode.values(
             g_BN, tokens.value_LMEN[at], out, copy, self.part, self.counter, rows=t.value_rows,
             block=min(self.block, tokens.block), split=self.split(tokens), **how,

@@ -5,7 +5,7 @@ are one product, their values one batched product. Legend: B batch, T positions,
 tokens of each, E output dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tokenformer.errors import UserError
 from tokenformer.infer.cache import Placed, StaticCache
 from tokenformer.models import LanguageModel, Pattention, View, build
-from tokenformer.models.layers import Linear, Norm, Segment, hooked
+from tokenformer.models.layers import Linear, Norm, Segment, hooked, per_sample
 from tokenformer.models.trunk import MLP, Attention, Block
 from tokenformer.ops.pattention import normalise
 
@@ -23,8 +23,8 @@ from tokenformer.ops.pattention import normalise
 class PackedTokens:
     """Several Pattentions of one input, all with the same segments: x (…, D) → (M, …, E)."""
 
-    def __init__(self, members: Sequence[Pattention], dtype: torch.dtype) -> None:
-        parts = [[(k.detach(), v.detach(), tau) for k, v, tau in member.parts(dtype)] for member in members]
+    def __init__(self, members: Sequence[Pattention], dtype: torch.dtype, switch: str = "") -> None:
+        parts = [[(k.detach(), v.detach(), tau) for k, v, tau in member.parts(dtype, switch)] for member in members]
         if not parts[0]:
             raise UserError("a projection of this model has no segment without a switch: the engine cannot compute it")
         keys = [key_ND for member in parts for key_ND, _, _ in member]
@@ -35,13 +35,18 @@ class PackedTokens:
             self.value_MNE = torch.stack([torch.cat([value_NE for _, value_NE, _ in member]) for member in parts])
         self.theta, self.members = members[0].theta, len(members)
         self.sizes, self.taus = [len(key_ND) for key_ND, _, _ in parts[0]], [tau for _, _, tau in parts[0]]
+        names = set(members[0].switch) - {""} if not switch else ()
+        self.switched = {name: PackedTokens(members, dtype, name) for name in names}
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, switches: Mapping[str, Tensor] | None = None) -> Tensor:
         scores = (x @ self.key_ND.T).unflatten(-1, (self.members, -1)).split(self.sizes, dim=-1)
         parts = [normalise(a, self.theta, tau) for a, tau in zip(scores, self.taus, strict=True)]
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(self.value_MNE.dtype)
         rows_MTN = weight.flatten(0, -3).transpose(0, 1)
-        return torch.bmm(rows_MTN, self.value_MNE).unflatten(1, x.shape[:-1])
+        out = torch.bmm(rows_MTN, self.value_MNE).unflatten(1, x.shape[:-1])
+        for name in self.switched.keys() & (switches or {}).keys():
+            out = out + per_sample(switches[name], x) * self.switched[name](x)  # pyrefly: ignore
+        return out
 
 
 class PackedLinear:
@@ -51,7 +56,7 @@ class PackedLinear:
         weights = [layer.weight.detach().to(dtype) for layer in layers]
         self.weight, self.sizes = weights[0] if len(weights) == 1 else torch.cat(weights), [len(w) for w in weights]
 
-    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+    def __call__(self, x: Tensor, _switches: Mapping[str, Tensor] | None = None) -> Sequence[Tensor]:
         return F.linear(x, self.weight).split(self.sizes, dim=-1)
 
 
@@ -62,15 +67,15 @@ class PackedLayer(nn.Module):
         super().__init__()
         self.packed = _pack([layer], dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.packed(x)[0]
+    def forward(self, x: Tensor, switches: Mapping[str, Tensor] | None = None) -> Tensor:
+        return self.packed(x, switches)[0]
 
 
 class PackedAttention(Attention):
     packed: PackedTokens | PackedLinear
 
     def qkv(self, x: Tensor, view: View) -> Sequence[Tensor]:
-        return tuple(self.packed(x))
+        return tuple(self.packed(x, view.switches))
 
 
 class PackedMLP(MLP):
@@ -109,7 +114,7 @@ def pack(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
     packed.embedding.weight = nn.Parameter(model.embedding.weight.detach().to(dtype), requires_grad=False)
     if packed.head is not None:
         packed.head.weight = nn.Parameter(model.head_weight.detach().to(dtype), requires_grad=False)
-    packed.norm = model.norm
+    packed.norm, packed.active = model.norm, dict(model.active)
     return packed
 
 
@@ -145,12 +150,21 @@ class Packed:
     def device(self) -> torch.device:
         return self.head.device
 
-    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, cache: StaticCache, start: int | None = None) -> Tensor:
+    def hidden(
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        cache: StaticCache,
+        start: int | None = None,
+        switches: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Return (B, T, D) after the final norm. With `start` all rows are at start, start + 1, …: the cache is written
         as a slice and attention is causal. Without it every row writes where its positions say, under a mask.
+        `switches`: name → (B,) weights; None: those that were active when the model was packed.
         """
         mask = None if start is not None else cache.mask(positions_BT)
-        return self.model.hidden(ids_BT, positions=positions_BT, mask=mask, cache=Placed(cache, positions_BT, start))
+        placed = Placed(cache, positions_BT, start)
+        return self.model.hidden(ids_BT, positions=positions_BT, mask=mask, cache=placed, switches=switches)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits in fp32 or better."""

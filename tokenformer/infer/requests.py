@@ -20,10 +20,11 @@ FIELDS = ("prompt", "context", "text")
 
 
 class Prompt(NamedTuple):
-    """A text, and what messages call it."""
+    """A text, what messages call it, and the adapters that it is continued with (None: those of the command)."""
 
     text: str
     name: str
+    adapters: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ MOST = 1 << 26  # a file may be a device without an end
 
 def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
     """Read the prompts of a file (or of standard input: -), stripped, without empty ones; of a .jsonl file the strings,
-    or their `prompt`, `context` or `text`, as they are. Messages call them by the line that they begin on.
+    or their `prompt`, `context` or `text`, as they are, and their `adapter`. Messages call them by their first line.
     """
     pipe, lines = str(path) == "-", Path(path).suffix == ".jsonl"
     where = "standard input" if pipe else str(path)
@@ -76,20 +77,25 @@ def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
         space = len(piece) - len(piece.lstrip())
         name = f"{where}, line {line + piece[:space].count(chr(10))}"
         if piece.strip():
-            prompts.append(Prompt(_prompt(piece, name) if lines else piece.strip(), name))
+            prompts.append(_prompt(piece, name) if lines else Prompt(piece.strip(), name))
         line += (piece + between).count("\n")
     if not prompts:
         raise UserError(f"{where} holds no prompt: write one per line")
     return prompts
 
 
-def _prompt(line: str, where: str) -> str:
-    value = parse_json(line, where)
+def _prompt(line: str, where: str) -> Prompt:
+    value, adapters = parse_json(line, where), None
     if isinstance(value, dict):
+        adapters = value.get("adapter")
+        adapters = {adapters: 1.0} if isinstance(adapters, str) else adapters
         value = next((value[name] for name in FIELDS if name in value), None)
     if not isinstance(value, str):
         raise UserError(f"{where} holds no prompt: write a string, or an object with {', '.join(FIELDS)}")
-    return value
+    weights = list(adapters.values()) if isinstance(adapters, dict) else [] if adapters is None else [None]
+    if not all(type(weight) in (int, float) for weight in weights):
+        raise UserError(f'{where}: write "adapter": "NAME", or {{"NAME": 0.5, ...}} with a weight for each')
+    return Prompt(value, where, adapters)
 
 
 def record(result: TextResult) -> dict[str, Any]:

@@ -5,7 +5,7 @@ become a stop string.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from tokenformer.errors import UserError
@@ -110,6 +110,7 @@ def write_texts(
     on_piece: Callable[[int, str], object] | None = None,
     stop_ids: Sequence[int] = (),
     names: Sequence[str] | None = None,
+    switches: Sequence[Mapping[str, float] | None] | None = None,
 ) -> Iterator[TextResult]:
     """Write a text for each prompt, in order, `batch` at a time; `on_piece(i, piece)` gets the pieces of text i.
     All prompts are checked before the first text; messages call them by their `names`.
@@ -117,6 +118,8 @@ def write_texts(
     names = names or [f"prompts[{i}]" for i in range(len(prompts))]
     ids = [to_ids(tokenizer, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
     rows, chosen = engine.check(ids, seeds, names)
+    adapters = switches or [None] * len(rows)
+    engine.check_switches(adapters, len(rows))
 
     def work() -> Iterator[TextResult]:
         for first in range(0, len(prompts), batch):
@@ -124,7 +127,7 @@ def write_texts(
             each = None if on_piece is None else lambda i, piece, first=first: on_piece(first + i, piece)
             yield from continue_ids(
                 engine, tokenizer, prompts[some], rows[some], n, sampling, chosen[some], stops, every, logprobs, each,
-                stop_ids,
+                stop_ids, switches=adapters[some],
             )  # fmt: skip
 
     return work()
@@ -144,11 +147,12 @@ def continue_ids(
     on_piece: Callable[[int, str], object] | None = None,
     stop_ids: Sequence[int] = (),
     enough: Callable[[], bool] = lambda: False,
+    switches: Sequence[Mapping[str, float] | None] | None = None,
 ) -> list[TextResult]:
     """Continue one batch of ids; `contexts` are the prompts in the results. At `enough()` texts end as they are."""
     begun = time.perf_counter()
     ends = [tokenizer.end_of_document, *stop_ids]
-    running = engine.start(ids, n, sampling, seeds=seeds, stop_ids=ends, logprobs=logprobs)
+    running = engine.start(ids, n, sampling, seeds=seeds, stop_ids=ends, logprobs=logprobs, switches=switches)
     texts = [Piecewise(tokenizer.decode, stops) for _ in ids]
     while not running.over:
         before, pieces = list(running.ended), running.advance(every or engine.every)
