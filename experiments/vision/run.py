@@ -52,7 +52,9 @@ class Study:
 
     def __init__(self, size: Size, parts: Parts, out: Path, seconds: float, processes: int, device: str) -> None:
         self.size, self.device, self.file, self.end = size, device, out / "arms.jsonl", time.monotonic() + seconds
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        lines = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
+        if lines and not lines[-1].endswith("\n"):  # cut by a kill
+            self.file.write_text("".join(lines := lines[:-1]))
         self.done: dict[str, dict] = {entry["name"]: entry for entry in map(json.loads, lines)}
         self.asked: dict[str, Future] = {}
         self.ran: list[str] = []

@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> None:
 
     refuse_existing(args.out, args.force)
     if args.text is None and args.by == "energy":
-        raise UserError("shrinking by energy measures on a text: give one with --text, or --by newest")
+        raise UserError(
+            "shrinking by energy measures on a text: give one with --text, or --by newest (for image models)"
+        )
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer, weights=args.weights)
     model = opened.model
     ids = text_ids(args.text, opened, args.tokens) if args.text else None
