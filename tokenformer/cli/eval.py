@@ -216,7 +216,7 @@ def measure_text(model, tokenizer, text: str, how: dict[str, Any], args: argpars
     documents = open_documents(text, tokenizer, args.limit, field=args.field, part=args.part, shares=shares)
     window = {"context": how["context"], "stride": how["stride"], "batch": max(1, args.batch_tokens // how["context"])}
     with progress(f"measuring {Path(text).name}", None, " tokens") as advance:
-        return perplexity(model, documents, tokenizer.end_of_document, **window, advance=advance).to_dict()
+        return perplexity(model, documents, tokenizer.end_of_document, **window, advance=advance)
 
 
 def measure_tasks(

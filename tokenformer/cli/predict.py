@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import dataclasses
 
-    from tokenformer.eval.images import batches
+    from tokenformer.data.images.samples import batches
     from tokenformer.hub.open import open_model
     from tokenformer.infer.images import at_once, class_names, classify, reading
     from tokenformer.terminal import progress

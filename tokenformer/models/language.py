@@ -76,10 +76,10 @@ class LanguageModel(Trunk):
         """
         if (ids is None) == (embeddings is None):
             raise UserError("a language model reads ids or embeddings: give one of them")
-        x_BTD = (self.embed(ids) if ids is not None else embeddings).to(self.compute_dtype)
+        x_BTD = (self.embed(ids) if embeddings is None else embeddings).to(self.compute_dtype)
         return self.run(x_BTD, self.view(x_BTD, positions, **fields))
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Any) -> Tensor:
         """Return the embeddings (B, T, D) of ids (B, T)."""
         if ids.ndim != 2:
             raise UserError(f"ids have the shape {tuple(ids.shape)}, but must be (batch, positions): add a dimension")
