@@ -87,4 +87,4 @@ def write_adapter(
         (beside / ABOUT).write_text(to_yaml(about), encoding="utf-8")
         (beside / "history.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
         kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        write_tensors(beside, tensors.items(), kinds, "adapter")
+        write_tensors(beside, tensors.items(), kinds, stem="adapter")
