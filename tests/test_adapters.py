@@ -184,3 +184,16 @@ def test_names_and_weights_that_cannot_be(folders):
         with pytest.raises(UserError, match=said):
             action()
     assert model.active == {"a": 1.0}
+
+
+def test_a_model_with_adapters_is_neither_saved_nor_grown_as_if_it_had_none(folders, tmp_path):
+    model = tokenformer.attach(make_base(), folders["a"], "a")
+    for action, said in (
+        (lambda: tokenformer.save(model, tmp_path / "new"), r"adapters are attached \(a\): save"),
+        (lambda: tokenformer.grow(model, proj_tokens=20), r"adapters are attached \(a\): merge"),
+        (lambda: tokenformer.shrink(model, ratio=0.5, by="newest"), r"adapters are attached \(a\): merge"),
+    ):
+        with pytest.raises(UserError, match=said):
+            action()
+    assert not (tmp_path / "new").exists()
+    assert tokenformer.grow(merged(model), proj_tokens=20).config.proj_tokens == [9, 11]

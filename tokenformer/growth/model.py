@@ -133,6 +133,8 @@ def with_tensors(
     model: Model, config: ModelConfig, tensors: Mapping[str, Tensor], event: dict, build: Callable | None = None
 ) -> Model:
     """Build a model like this one around other tensors, without a copy: Parameters stay the same objects."""
+    attached = "" if event["what"] == "merge_adapters" else ", ".join(getattr(model, "adapters", {}))
+    need(not attached, f"adapters are attached ({attached}): merge them first, or take the base alone")
     with torch.device("meta"):
         new = (build or type(model))(config)
     frozen = [t for t in tensors.values() if isinstance(t, nn.Parameter) and not t.requires_grad]

@@ -44,6 +44,9 @@ def save(
     Weights go into files of at most `max_shard_size` bytes (such as "500MB"; 5 GB) each; `official` is one file always.
     """
     more: dict[str, Any] = {"tokenizer_json": tokenizer_json, "force": force}
+    if getattr(model, "adapters", None):
+        names = ", ".join(model.adapters)  # pyrefly: ignore
+        raise UserError(f"adapters are attached ({names}): save tokenformer.adapters.merged(model), or the base alone")
     if format == "ours":
         from tokenformer.hub.folder import save_folder as write
     elif format == "hf":
