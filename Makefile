@@ -2,13 +2,15 @@
 # make test    linter, type checker, tests
 # make test-slow    soaks and the fuzzer, a quarter of an hour on two cores
 # make test-hosts   tests of two hosts on this machine: a real Slurm, network namespaces; Debian, as root
+# make test-pages   the tutorial with all its steps, some minutes
+# make docs    all pages as a site: build/site/index.html
 # make lint    linter and type checker alone
 # make setup   an environment in .venv with everything the tests need
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup test test-slow test-hosts hosts lint demo clean
+.PHONY: setup test test-slow test-pages test-hosts hosts lint demo docs clean
 
 setup: .venv/.tests
 
@@ -24,6 +26,10 @@ setup: .venv/.tests
 	$(PIP) --no-deps timm  # its torchvision is a CUDA build, beside which transformers' image processors do not import
 	touch $@
 
+.venv/.docs: .venv/.base
+	$(PIP) -e '.[docs]'
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,6 +41,9 @@ test: lint
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not hosts' --durations=0 -rs
 
+test-pages: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_pages.py
+
 test-hosts: setup hosts
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m hosts tests/parallel
 
@@ -45,6 +54,9 @@ hosts:
 
 demo: .venv/.base
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo/demo.py
+
+docs: .venv/.docs
+	$(BIN)/python docs/site_pages.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
