@@ -1,12 +1,13 @@
 """A training step of Vision TokenFormer-B/16 (768/3072) at 224² beside timm's compiled ViT-B/16, with the whole recipe.
 
-  python benchmarks/vision.py [--cells vision/b16:kernels:256 timm:compiled:256] [--repeats 10] [--out FILE]
+  python benchmarks/vision.py [--cells timm:compiled:256 vision/b16:kernels:256] [--seconds 540] [--out FILE]
   python benchmarks/vision.py --check          # toy sizes on the CPU, to see that it runs
 
 bf16, AdamW, drop path 0.1, mixup and cutmix with smoothed targets, EMA 0.9999. Both are given the same bytes and draws,
 which lie ready, and mix them by the same functions; decoding is benchmarks/images.py. Each cell is measured in its own
-process. FLOPs are those of the model without recomputation, attention not causal; MFU is against 989 TFLOP/s.
-`per_flop` is images/s × FLOPs of an image beside timm's in the same call: above 1, a FLOP takes less time here.
+process (a minute or two, most of it for compiling); one that would not end in time is left out. FLOPs are those of the
+model without recomputation, attention not causal; MFU is against 989 TFLOP/s. `per_flop` is images/s × FLOPs of an
+image beside timm's in the same call: above 1, a FLOP takes less time here.
 """
 
 import argparse
@@ -174,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=CELLS)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=1e9, help="a cell that would not end in time is not begun")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--check", action="store_true", help="toy sizes on the CPU, in this process")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -184,12 +186,21 @@ def main() -> None:
         print(json.dumps(measure(args.one, args.repeats, False)))
         return
     lines: list[dict[str, Any]] = []
+    begun, longest = time.monotonic(), 0.0
     for cell in args.cells:
+        now = time.monotonic()
+        if now - begun + 1.2 * longest > args.seconds:
+            print(f"not begun, {1.2 * longest:.0f} s are needed: {cell}", file=sys.stderr)
+            continue
         if args.check:
             lines.append(measure(cell.rpartition(":")[0] + ":4", 1, True))
         else:  # in a process of its own: what one compiled or chose, another would inherit
             command = [sys.executable, __file__, "--one", cell, "--repeats", str(args.repeats)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            longest = max(longest, time.monotonic() - now)
+            if done.returncode:  # the others are measured all the same
+                print(f"{cell} failed with code {done.returncode}", file=sys.stderr)
+                continue
             lines.append(json.loads(done.stdout.splitlines()[-1]))
         theirs = next((line for line in lines if line["model"].startswith("timm:")), None)
         if theirs:

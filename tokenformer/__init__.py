@@ -17,18 +17,9 @@ if TYPE_CHECKING:
     from tokenformer.models import LanguageModel as LanguageModel
     from tokenformer.models import Pattention as Pattention
 
-_MODULES = {
-    "Config": "config",
-    "ModelConfig": "config",
-    "UserError": "errors",
-    "LanguageModel": "models",
-    "Pattention": "models",
-    "grow": "growth.model",
-    "shrink": "growth.shrink",
-    "slice": "growth.model",
-    "load": "hub",
-    "save": "hub",
-}
+_MODULES = {"UserError": "errors", "grow": "growth.model", "slice": "growth.model", "shrink": "growth.shrink"}
+_MODULES |= {"Config": "config", "ModelConfig": "config", "LanguageModel": "models", "Pattention": "models"}
+_MODULES |= {"load": "hub", "save": "hub"}
 __all__ = list(_MODULES)
 
 

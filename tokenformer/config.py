@@ -89,9 +89,7 @@ class ModelConfig(Section, section="model"):
     ffn_dim: int | None = key("hidden width of the MLP (transformer, llama); absent = 4·dim", None, above=0, most=LONG)
     kv_heads: int | None = key("key/value heads (llama); absent = heads", None, above=0, most=LONG)
     context: int = key("longest sequence the model is trained on", 2048, of="language", above=0, most=LONG)
-    vocab: int = key(
-        "rows of the embedding; released models pad to a multiple of 128", 50304, of="language", above=0, most=LONG
-    )
+    vocab: int = key("rows of the embedding; released: a multiple of 128", 50304, of="language", above=0, most=LONG)
     tied: bool = key("output head = embedding", True, of="language")
     image_size: int | list[int] = key(
         "height and width of the images that it is trained on; one number: square", 224, of="image", above=0, most=WIDE

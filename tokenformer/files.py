@@ -88,6 +88,15 @@ def check_writable(path: str | Path, force: bool = True) -> None:
         raise UserError(f"{path} cannot be written ({error.strerror}): choose another place") from None
 
 
+@contextlib.contextmanager
+def writing(what: object, do: str) -> Iterator[None]:
+    """Refuse in a sentence, which says what to `do`, a full disk or a folder that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written ({error.strerror or error}): {do}") from None
+
+
 def write_text(path: str | Path, text: str) -> None:
     with atomic_file(path) as beside:
         beside.write_text(text, encoding="utf-8")
@@ -95,10 +104,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
-    """Yield a folder to fill. It gets a manifest and is renamed to `path` when the block ends well.
-
-    With `force` it replaces one that we wrote.
-    """
+    """Yield a folder to fill; it gets a manifest and its name when all went well. `force` replaces one of ours."""
     path = Path(path)
     refuse_existing(path, force)
     try:

@@ -236,10 +236,7 @@ def foreign(field: dataclasses.Field, config: Any) -> bool:
 
 
 def to_dict(config: Any) -> dict:
-    """Return a config as plain containers, without keys that say nothing (null, empty, quiet defaults, those of other
-
-    kinds of models).
-    """
+    """Return a config as plain containers, without keys that say nothing: null, empty, quiet, of other models."""
 
     def plain(value: Any, inside_list: bool = False) -> Any:
         if dataclasses.is_dataclass(value):

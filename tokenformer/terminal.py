@@ -48,12 +48,13 @@ def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callab
     ...     for _ in range(3):
     ...         advance(1)
     """
-    done = 0.0
+    done, start = 0.0, time.monotonic()
 
     def advance(amount: float) -> None:
         nonlocal done
         done += amount
-        show(done, f"{done:,.0f}{unit}")
+        rate = f", {done / (time.monotonic() - start + 1e-9):,.0f}{unit}/s" if unit else ""
+        show(done, f"{done:,.0f}{unit}{rate}")
 
     with meter(title, total) as show:
         yield advance

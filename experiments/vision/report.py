@@ -9,6 +9,8 @@ import math
 import statistics
 from pathlib import Path
 
+L2 = "l2_norm_gelu"
+
 
 def groups(entries: list[dict]) -> dict[str, list[dict]]:
     """Return the test arms that differ in their seed alone, by what they are."""
@@ -31,12 +33,42 @@ def summary(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), deviation / math.sqrt(len(values))
 
 
+def differences(entries: list[dict]) -> list[str]:
+    """Return how far arms are from what they are compared with, in points of top-1; seeds are paired."""
+
+    def some(**keys: object) -> dict[int, float]:
+        """Return top-1 of the test arms with these values, by seed; `shape` is the size of each leg."""
+        found = [e for e in entries if e["on"] == "test"]
+        for name, value in keys.items():
+            found = [e for e in found if (_shape(e) if name == "shape" else e[name]) == value]
+        return {e["seed"]: 100 * e["top1"] for e in found}
+
+    plain, large = some(kind="tokenformer", theta=L2, shape=[1]), some(shape=[3])
+    pairs = [("TokenFormer against ViT", plain, some(kind="vit"))]
+    pairs += [(f"{L2} against {theta}", plain, some(theta=theta)) for theta in ("softmax", "l1_norm_gelu")]
+    pairs.append(("trained and grown ×3 against trained as long without growth", some(shape=[1, 3], restart=True),
+                  some(shape=[1, 1])))  # fmt: skip
+    pairs.append(("grown ×3 inside of the run against ×3 from scratch", some(shape=[1, 3], restart=False), large))
+    lines = []
+    for name, one, other in pairs:
+        apart = [one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())]
+        if apart:
+            mean, error = summary(apart)
+            lines.append(f"- {name}: {mean:+.2f} ± {error:.2f} points ({len(apart)} seeds)")
+    return lines
+
+
+def _shape(entry: dict) -> list[int]:
+    return [leg["times"] for leg in entry["legs"]]
+
+
 def tables(entries: list[dict]) -> str:
     lines = ["| arm | parameters | rate | seeds | top-1 on the test images | loss |", "|---|---|---|---|---|---|"]
     for name, arms in groups(entries).items():
         top1, loss = (summary([arm[key] for arm in arms]) for key in ("top1", "loss"))
         figures = f"{100 * top1[0]:.2f} ± {100 * top1[1]:.2f} % | {loss[0]:.4f} ± {loss[1]:.4f}"
         lines.append(f"| {name} | {arms[0]['parameters']:,} | {arms[0]['rate']:g} | {len(arms)} | {figures} |")
+    lines += ["", "Differences of top-1, mean ± standard error of the differences of seeds:", "", *differences(entries)]
     lines += ["", "Rates, by the loss on held-back images:", ""]
     lines += [f"- {e['name']}: {e['loss']:.4f}, {e['top1']:.2%}" for e in entries if e["on"] != "test"]
     moved = [e["growth"] for e in entries if e.get("growth")]

@@ -46,11 +46,11 @@ def test_the_sheet_shows_evaluation_and_three_epochs_of_training(capsys, tmp_pat
 def test_every_damaged_image_is_named_with_its_reason(capsys, tmp_path):
     root = p.make_folder(tmp_path / "set", 80)
     counts = "train: 80 images of 3 classes\nvalidation: 6 images of 3 classes\n"
-    assert run(capsys, root, "--check")[:2] == (0, f"{counts}0 images are damaged\n")
+    assert run(capsys, root, "--check")[:2] == (0, f"{counts}damaged images: 0\n")
     (root / "train" / "ant" / "066.jpg").write_bytes(b"no image")
     (root / "val" / "bee" / "085.jpg").write_bytes(p.encoded(p.picture(1))[:400])
     code, said, _ = run(capsys, root, "--check", "data.workers=0")
-    assert code == 2 and said.endswith("2 images are damaged\n")
+    assert code == 2 and said.endswith("damaged images: 2\n")
     assert f"{root}/train/ant/066.jpg: it is no JPEG, PNG" in said and f"{root}/val/bee/085.jpg: it cannot be" in said
 
 

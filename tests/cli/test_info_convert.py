@@ -104,6 +104,21 @@ def test_segments_are_merged_so_that_the_official_format_can_hold_them(tmp_path,
     assert load(tmp_path / "b").config.ffn_tokens == 32
 
 
+def test_force_replaces_a_folder_and_merges_no_softmax(tmp_path, capsys):
+    config = read_config("lm/150m", overrides=[
+        "model.layers=1", "model.dim=32", "model.heads=2", "model.vocab=384", "model.context=64", "model.theta=softmax",
+        "model.qkv_tokens=16", "model.proj_tokens=16", "model.ffn_tokens=[16,8]",
+    ]).model  # fmt: skip
+    save(LanguageModel(config), tmp_path / "a")
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    command = ["convert", "--to", "official", str(tmp_path / "a"), "--out", str(tmp_path / "b"), "--merge-segments"]
+    command += ["--text", str(tmp_path / "text.txt"), "--tokenizer", "byte", "--force"]
+    assert main(command) == 2
+    assert "--merge-softmax" in capsys.readouterr().err and not (tmp_path / "b").exists()
+    assert main([*command, "--merge-softmax"]) == 0
+    assert load(tmp_path / "b").config.ffn_tokens == 24
+
+
 def test_a_segmented_model_goes_from_ours_to_hf_and_back(tmp_path):
     config = read_config("lm/150m", overrides=[
         "model.layers=2", "model.dim=32", "model.heads=2", "model.vocab=64", "model.qkv_tokens=[4,5]",

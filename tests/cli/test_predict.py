@@ -136,7 +136,7 @@ def test_a_damaged_image_counts_in_no_figure(place, capsys, tmp_path):
     shutil.copytree(place / "set", tmp_path / "set")
     (tmp_path / "set/val/bee/01.png").write_text("no image")
     code, out, err = run(capsys, "eval", place / "hf", "--images", tmp_path / "set")
-    assert code == 2 and "11 images (validation)" in out and "1 damaged ones left out" in out
+    assert code == 2 and "11 images (validation)" in out and "1 damaged left out" in out
     assert f"{tmp_path}/set/val/bee/01.png is damaged (it is no JPEG" in err
 
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.data.images import pictures
 from tests.eval.rows import write_rows
 
 DATA = Path(__file__).parents[1] / "data"
@@ -181,6 +182,19 @@ def scenarios() -> dict[str, Scenario]:
             False,
         ),
         "tasks": Scenario(tasks, ["long", "rows"], ["rows/*"]),
+        "image-predict": Scenario(
+            ["predict", "vision", "pictures", "--device", "cpu"], ["vision", "pictures"], ["vision/*"], True
+        ),
+        "image-eval": Scenario(
+            ["eval", "vision", "--images", "pictures", "--device", "cpu"], ["vision", "pictures"], ["vision/*"], True
+        ),
+        "compare": Scenario(
+            ["compare", "config.yml", "--transformer", "growth=[]", "--out", "new"],
+            ["config.yml", "set"],
+            ["config.yml"],
+            False,
+            False,
+        ),
         "prepare-tokenizer": Scenario(
             ["prepare", "text.txt", "--tokenizer", "bpe.json", "--out", "new", "--workers", "1"],
             ["text.txt", "bpe.json"],
@@ -251,6 +265,14 @@ def _make(folder: Path, text: str) -> None:
     for name, format, context in (("official", "official", 32), ("long", "ours", 256)):
         model = build_model(ModelConfig(**shape, context=context), seed=1)
         save(model, folder / name, format=format, tokenizer_json=tokenizer)
+    del shape["vocab"]
+    model = build_model(ModelConfig(**shape, of="image", image_size=32, patch=8, classes=3), seed=1)
+    model.images = {"classes": pictures.CLASSES, "mean": [0.5] * 3, "std": [0.25] * 3}
+    save(model, folder / "vision")
+    for number in range(6):
+        path = folder / "pictures" / "val" / pictures.CLASSES[pictures.label(number)] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pictures.picture(number, 32, 32).save(path)
     (folder / "bpe.json").write_text(train_tokenizer([text], 300).to_json(), encoding="utf-8")
 
 

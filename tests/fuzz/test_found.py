@@ -77,6 +77,20 @@ def test_a_prompt_that_is_nested_too_deeply_is_refused(tmp_path):
         Request(text_gen_type="input-file", sample_input_file=str(tmp_path / "prompts.jsonl")).prompts()
 
 
+def test_prompts_of_a_name_that_no_file_can_have_are_refused():
+    with pytest.raises(UserError, match=r"cannot be read .embedded null byte."):
+        Request(text_gen_type="input-file", sample_input_file="a\0b").prompts()
+
+
+def test_a_run_whose_environment_is_of_another_form_is_not_resumed(tmp_path, monkeypatch, capsys):
+    for name in ("run", "set"):
+        shutil.copytree(DATA / "before" / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    Path("run/environment.json").write_text('{"starts": "a"}')
+    assert main(["train", "run", "--resume", "data.path=set/alice"]) == 2
+    assert "environment.json is not what a run writes" in capsys.readouterr().err
+
+
 def test_a_line_of_metrics_that_is_nested_too_deeply_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(f'{DEEP}\n{{"kind": "train", "step": 1, "loss": 2.0}}\n')
     assert [row["step"] for row in metric_rows(tmp_path)] == [1]

@@ -7,7 +7,7 @@ import torch
 from tokenformer import LanguageModel, ModelConfig
 from tokenformer.config_growth import Growth
 from tokenformer.growth.model import plan_for
-from tokenformer.growth.recipes import Plan
+from tokenformer.growth.plan import Plan
 from tokenformer.models import build
 
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax", "l1_norm_gelu")

@@ -5,7 +5,7 @@ import torch
 from growing import THETAS, baseline, config, lively, moved, planned, random_ids
 
 from tokenformer.growth.model import apply_plan, grow
-from tokenformer.growth.tokens import place_blocks
+from tokenformer.growth.plan import place_blocks
 from tokenformer.growth.verify import gradient
 
 

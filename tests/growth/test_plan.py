@@ -8,8 +8,7 @@ from growing import config
 
 from tokenformer import ModelConfig, UserError
 from tokenformer.config_growth import Growth, GrowthStage
-from tokenformer.growth.plan import plan_growth
-from tokenformer.growth.recipes import Recipe
+from tokenformer.growth.plan import Recipe, plan_growth
 from tokenformer.models.names import ONE, own
 from tokenformer.strict import build
 

@@ -1,14 +1,22 @@
 """Image models through the one door: folders, growth, shrinking, tables and plans, as for language models."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
 from tokenformer import grow, load, save, shrink
 from tokenformer.cli.main import main
 from tokenformer.config import ModelConfig
+from tokenformer.data.images.decode import Cropping
 from tokenformer.errors import UserError
 from tokenformer.hub.open import open_model
+from tokenformer.infer.images import reading
 from tokenformer.models import ImageModel, build
+from tokenformer.ops.augment import normalise
+
+ICONS = Path(__file__).parents[2] / "examples" / "icons"
 
 SHAPE = {"of": "image", "layers": 2, "dim": 32, "heads": 4, "image_size": 32, "patch": 8, "classes": 10}
 CONFIG = ModelConfig(**SHAPE, qkv_tokens=24, proj_tokens=16, ffn_tokens=48)
@@ -96,3 +104,19 @@ def test_tables_and_plans(folder, capsys):
 def test_an_export_of_an_image_model_asks_for_no_tokenizer(folder, tmp_path, capsys):
     assert main(["convert", str(folder), "--to", "hf", "--out", str(tmp_path / "hf")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'hf'}: {load(folder).cost().parameters:,} parameters, hf format\n"
+
+
+def test_the_verb_shrinks_by_energy_on_images(folder, tmp_path, capsys):
+    """As `shrink` does with these pixels; a language model is refused."""
+    paths = sorted((ICONS / "val").rglob("*.png"), key=str)
+    model = load(folder)
+    model.images = {}
+    save(model, tmp_path / "plain")
+    how = ["--ffn-tokens", "24", "--images", str(ICONS / "val"), "--out", str(tmp_path / "small")]
+    assert main(["shrink", str(tmp_path / "plain"), *how]) == 0
+    settings, size = reading(model)
+    pixels = np.stack([Cropping(size, settings).evaluation(path.read_bytes()) for path in paths])
+    expected = shrink(model, normalise(torch.from_numpy(pixels).permute(0, 3, 1, 2), settings), ffn_tokens=24)
+    torch.testing.assert_close(load(tmp_path / "small")(X), expected(X), rtol=1e-5, atol=1e-6)
+    assert main(["shrink", str(folder), "--ratio", "0.5", "--out", str(tmp_path / "no")]) == 2
+    assert "--text (or --images), or --by newest" in capsys.readouterr().err

@@ -12,9 +12,8 @@ from tokenformer.config import LayerOverride, ModelConfig
 from tokenformer.config import load as load_preset
 from tokenformer.errors import UserError
 from tokenformer.hub import load, save
-from tokenformer.hub.official import config_beside, refusal
+from tokenformer.hub.official import config_beside, refusal, to_official
 from tokenformer.hub.official_config import read_generation
-from tokenformer.hub.official_names import to_official
 from tokenformer.hub.open import read_config
 from tokenformer.models import LanguageModel
 

@@ -53,7 +53,7 @@ def test_golden_logits_hidden_states_loss_and_gradients(golden, relative):
     loss = out.loss_sum / out.count
     assert abs(loss - expected["loss"]) < 1e-5
     loss.backward()
-    from tokenformer.hub.official_names import to_official
+    from tokenformer.hub.official import to_official
 
     for name, p in model.named_parameters():
         assert relative(p.grad, expected["grad." + to_official(name, 3)]) < 1e-4, name

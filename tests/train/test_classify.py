@@ -296,3 +296,14 @@ def test_a_compiled_run_with_drop_path_mixup_and_ema_is_the_same(file, tmp_path)
         torch.testing.assert_close(runs[1].average.tensors[name], tensor, rtol=1e-4, atol=1e-6)
     losses = [[row["loss"] for row in read_rows(tmp_path / n) if "loss" in row] for n in ("none", "aot_eager")]
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_fewer_validation_images_are_a_sample_of_all_classes(file, tmp_path):
+    """Folders are read class by class: the first ten would be animals alone. `eval --limit` takes the same ones."""
+    train(file, tmp_path / "run", "steps=1", "validation.samples=10", "train.ema=0")
+    main(["eval", str(tmp_path / "run"), "--images", str(ICONS), "--limit", "10", "--out", str(tmp_path / "r.json")])
+    found = json.loads((tmp_path / "r.json").read_text())
+    said = [row for row in read_rows(tmp_path / "run") if row["kind"] == "validation"][-1]
+    assert (
+        found["images"] == 10 and len(found["classes"]) > 2 and found["loss"] == pytest.approx(said["loss"], rel=1e-5)
+    )

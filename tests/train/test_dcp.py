@@ -1,5 +1,9 @@
 """DCP's safetensors folders: exact, split into files, complete or refused."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -54,3 +58,39 @@ def test_another_models_tensors_are_refused_by_name(tmp_path):
         read_tensors(tmp_path, {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)})
     with pytest.raises(UserError, match=r"tensor b .* is \[3\], not \[4\]"):
         read_tensors(tmp_path, {"a": torch.ones(2), "b": torch.ones(4)})
+
+
+def rewritten(shard: Path, change) -> None:
+    """The shard with another header."""
+    data = shard.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+@pytest.mark.parametrize(
+    "harm",
+    {
+        "cut short": lambda shard: shard.write_bytes(shard.read_bytes()[:-4]),
+        "no safetensors file": lambda shard: shard.write_bytes(b"\xff" * 100),
+        "empty": lambda shard: shard.write_bytes(b""),
+        "places that are no JSON": lambda shard: rewritten(
+            shard, lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="{")
+        ),
+        "places without this tensor": lambda shard: rewritten(
+            shard, lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="{}")
+        ),
+        "another name": lambda shard: rewritten(shard, lambda header: header.update(other=header.pop("count"))),
+        "another shape": lambda shard: rewritten(shard, lambda header: header["a.weight"].update(shape=[7, 5])),
+    }.items(),
+    ids=lambda harm: harm[0],
+)
+def test_a_shard_that_is_not_as_we_wrote_it_is_one_sentence(tmp_path, harm):
+    write_tensors(tmp_path, some())
+    (shard,) = tmp_path.glob("*.safetensors")
+    harm[1](shard)
+    with pytest.raises(UserError, match=re.escape(str(tmp_path))) as found:
+        read_tensors(tmp_path, {name: torch.zeros_like(tensor) for name, tensor in some().items()})
+    assert "\n" not in str(found.value)

@@ -4,6 +4,7 @@ import pytest
 
 from tokenformer.config import find, load, presets, read
 from tokenformer.train.run import with_batch_sizes
+from tokenformer.train.schedule import factor
 
 
 @pytest.mark.parametrize("name", presets())
@@ -15,3 +16,11 @@ def test_a_preset_carries_its_recipe(name):
     said = find(name).read_text()
     assert "was not measured at this size" in said or "published recipe" in said
     assert config.optimizer.kind == ("adamw" if name.startswith("llama/") or name.endswith("-adamw") else "muon")
+
+
+def test_a_vision_preset_warms_up_for_20_epochs_and_in_a_short_run_for_the_same_share():
+    for name in (name for name in presets() if name.startswith("vision/") and name != "vision/cifar"):
+        whole, short = load(name), load(name, overrides=["steps=5000"])
+        assert factor(whole.schedule, 6200, whole.steps) < 1, name
+        assert factor(whole.schedule, 6256, whole.steps) == pytest.approx(1, abs=1e-6), name
+        assert factor(short.schedule, 501, short.steps) > 0.98, name

@@ -153,8 +153,10 @@ def _images(args: argparse.Namespace) -> int:
     for part, images in parts.items():
         print(f"{part}: {len(images):,} images of {len(images.classes):,} classes")
     if args.check:
-        found = [f"{images.name(i)}: {why}" for images in parts.values() for i, why in damaged_images(data, images)]
-        print(*found, f"{len(found):,} images are damaged", sep="\n")
+        found = [
+            f"{images.name(i)}: {why}" for images in parts.values() for i, why in damaged_images(images, data.workers)
+        ]
+        print(*found, f"damaged images: {len(found):,}", sep="\n")
         return 2 if found else 0
     model = raw.get("model", {}).get("image_size")
     size = settings.size or (model if isinstance(model, int) else 224)

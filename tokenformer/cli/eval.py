@@ -41,14 +41,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--labels", metavar="FILE", help=labels)
     add("--confusion", type=Path, metavar="FILE", help="with --images: a PNG of which classes are taken for which")
     add("--size", type=int, metavar="N", help="with --images: pixels of the square that the model sees")
-    add("--batch", type=int, default=64, help="with --images: how many at a time (default 64)")
+    add("--batch", type=int, help="with --images: how many at a time (default 64, on a CPU 8)")
     add("--field", default="text", help="of JSON lines or Parquet (default: text)")
     add("--stride", type=int, help="tokens by which the window moves (default: half of it)")
     add("--context", type=int, help="the window (default: the model's context)")
     add("--tasks", default="", help="names with commas between, or all (the six of the paper)")
     add("--data-dir", type=Path, help="local files of the six tasks; nothing is fetched")
     add("--native", action="store_true", help="score without the harness (needs --data-dir)")
-    add("--limit", type=int, help="rows of a task, documents of a text, at most")
+    add("--limit", type=int, help="rows of a task, documents of a text, images of all classes, at most")
     add("--batch-tokens", type=int, default=16384, help="positions computed at once")
     add("--out", type=Path, help="a JSON file for the results")
     add("--force", action="store_true", help="replace a file of that name")
@@ -129,12 +129,12 @@ def measure_images(args: argparse.Namespace) -> int:
 
     from tokenformer.config import load
     from tokenformer.config_data import DataConfig, ImagesConfig
-    from tokenformer.data.images.stored import Some
+    from tokenformer.data.images.opening import some_of
     from tokenformer.eval.images import answers, open_labelled, read_class_index, summary
     from tokenformer.eval.ranks import leave, local_device, rank
     from tokenformer.files import atomic_file, check_writable, write_text
     from tokenformer.hub.open import open_model, split_words
-    from tokenformer.infer.images import class_names, reading
+    from tokenformer.infer.images import at_once, class_names, reading
     from tokenformer.strict import build, override
     from tokenformer.terminal import progress
     from tokenformer.train.plot import draw_confusion, need_matplotlib
@@ -166,14 +166,13 @@ def measure_images(args: argparse.Namespace) -> int:
     if index:
         names[: len(index[1])] = index[1]
     images, part = open_labelled(data, args.part, index[0] if index else model.images.get("classes"))
-    if args.limit:
-        images = Some(images, np.arange(min(args.limit, len(images))))
+    images = some_of(images, args.limit or len(images))
     if len(images.classes) > len(names):
         raise UserError(
             f"{args.images} has {len(images.classes):,} classes but the model {len(names):,}: give data of these"
         )
     with progress(f"looking at {Path(args.images).name}", len(images), " images") as advance:
-        found = answers(model, images, settings, settings.size or size, args.batch, advance)
+        found = answers(model, images, settings, settings.size or size, at_once(model, args.batch), advance)
     if rank() == 0:
         for answer in found:
             if answer.damage:
@@ -205,7 +204,7 @@ def show_images(results: dict[str, Any]) -> None:
     title = f"the {WORST} worst classes of {len(rows):,} (--out has all)" if more else None
     table(["class", "images", "top-1", "top-5", "most often taken for"], rows[:WORST] if more else rows, title=title)
     found = f"top-1 {results['top1']:.2%}, top-5 {results['top5']:.2%}, loss {results['loss']:.4f}"
-    damaged = f", {results['damaged']:,} damaged ones left out" if results["damaged"] else ""
+    damaged = f", {results['damaged']:,} damaged left out" if results["damaged"] else ""
     print(f"{results['images']:,} images ({results['part']}): {found}{damaged}")
 
 
@@ -217,7 +216,7 @@ def measure_text(model, tokenizer, text: str, how: dict[str, Any], args: argpars
     documents = open_documents(text, tokenizer, args.limit, field=args.field, part=args.part, shares=shares)
     window = {"context": how["context"], "stride": how["stride"], "batch": max(1, args.batch_tokens // how["context"])}
     with progress(f"reading {Path(text).name}", None, " bytes") as advance:
-        return perplexity(model, documents, tokenizer.end_of_document, **window, advance=advance).to_dict()
+        return perplexity(model, documents, tokenizer.end_of_document, **window, advance=advance)
 
 
 def measure_tasks(

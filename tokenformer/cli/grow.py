@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tokenformer.config import ModelConfig
-    from tokenformer.growth.recipes import Plan
+    from tokenformer.growth.plan import Plan
     from tokenformer.growth.verify import Certificate
     from tokenformer.hub.open import Opened
 

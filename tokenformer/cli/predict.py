@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--top", type=int, default=5, metavar="N", help="classes per image (default 5)")
     add("--json", action="store_true", help="JSON lines: file, and class, number and share of the classes; or error")
     add("--size", type=int, metavar="N", help="pixels of the square that the model sees (default: its own)")
-    add("--batch", type=int, default=64, help="images at a time (default 64)")
+    add("--batch", type=int, help="images at a time (default 64, on a CPU 8)")
     add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
@@ -36,13 +36,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import dataclasses
 
-    from tokenformer.eval.images import batches
+    from tokenformer.data.images.samples import batches
     from tokenformer.hub.open import open_model
-    from tokenformer.infer.images import class_names, classify, reading
+    from tokenformer.infer.images import at_once, class_names, classify, reading
     from tokenformer.terminal import progress
 
     for option in ("top", "batch"):
-        if getattr(args, option) < 1:
+        if getattr(args, option) is not None and getattr(args, option) < 1:
             raise UserError(f"--{option} is {getattr(args, option)}: give 1 or more")
     images = _find(args.files)
     opened = open_model(args.source, device=args.device, dtype=args.dtype, weights=args.weights)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     settings, size = reading(model, args.size)
     settings, names, damaged = dataclasses.replace(settings, damaged="skip"), class_names(model), 0
     with progress("looking at images", len(images), " images") as advance:
-        for first, pixels, _, damage in batches(images, settings, size, args.batch):
+        for first, pixels, _, damage in batches(images, settings, size, at_once(model, args.batch)):
             top = classify(model, pixels, settings).softmax(-1).topk(min(args.top, len(names)))
             rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
             for row, found in enumerate([list(zip(*pair, strict=True)) for pair in rows]):

@@ -1,6 +1,7 @@
-"""Shrink a trained model: remove the parameter tokens that do least on a text, or the newest.
+"""Shrink a trained model: remove the parameter tokens that do least on a text or on images, or the newest.
 
 tokenformer shrink my-folder --ratio 0.5 --text sample.txt --out smaller
+tokenformer shrink runs/icons --ratio 0.5 --images examples/icons --out smaller
 tokenformer shrink my-folder --ffn-tokens 2304 --by newest --out as-before
 """
 
@@ -23,22 +24,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--tau", choices=["match", "hold", "sqrt_n"], help="default: match on the text, sqrt_n without one")
     add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     add("--text", type=Path, help="text to measure on, and to report the change in loss")
+    add("--images", metavar="PATH", help="of an image model: 256 images of these are measured on")
     add("--tokens", type=int, default=1 << 15, help="how much of the text, in tokens (default 32768)")
 
 
 def run(args: argparse.Namespace) -> None:
     from tokenformer import hub
     from tokenformer.cli.grow import text_ids
+    from tokenformer.eval.images import sample_pixels
     from tokenformer.files import refuse_existing
     from tokenformer.growth.shrink import shrink
     from tokenformer.hub.open import open_model
 
     refuse_existing(args.out, args.force)
-    if args.text is None and args.by == "energy":
-        raise UserError("shrinking by energy measures on a text: give one with --text, or --by newest")
+    if args.text is None and args.images is None and args.by == "energy":
+        raise UserError("shrinking by energy measures on a text: give one with --text (or --images), or --by newest")
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer, weights=args.weights)
     model = opened.model
+    if args.images:
+        opened.need("image")
     ids = text_ids(args.text, opened, args.tokens) if args.text else None
+    ids = sample_pixels(model, args.images, 256) if args.images else ids
     sizes = {f"{which}_tokens": getattr(args, f"{which}_tokens") for which in PROJECTIONS}
     how = {"ratio": args.ratio, "by": args.by, "across": args.across, "tau": args.tau}
     smaller = shrink(model, ids, **sizes, **how)
@@ -46,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     event = smaller.history[-1]
     for name, before in event["before"].items():
         print(f"{name}: {before} → {event['after'][name]}")
-    if ids is not None:
+    if args.text and ids is not None:
         change = f"{event['loss_before']:.4f} → {event['loss_after']:.4f}"
         print(f"loss on {ids.numel():,} tokens of {args.text.name}: {change}")
     print(f"{args.out}: {model.cost().parameters:,} → {smaller.cost().parameters:,} parameters")

@@ -40,8 +40,6 @@ def _train(args: argparse.Namespace) -> None:
     from tokenformer.terminal import meter
 
     files.check_writable(args.out, args.force)
-    if args.vocab < 257:
-        raise UserError(f"--vocab {args.vocab} cannot hold all bytes and the end of a document: give 257 or more")
     inputs = find_inputs(args.inputs)
     reading = Reading(format=args.format, field=args.field, on_error=args.on_error)
     cuts = load_tokenizer("gpt-neox-20b").cuts
@@ -58,9 +56,8 @@ def _train(args: argparse.Namespace) -> None:
         units = (unit.text for one in inputs for unit in read_units(one, reading, cuts, seen))
         tokenizer = train_tokenizer(units, args.vocab)
         if tokenizer.vocab_size < args.vocab:
-            raise UserError(
-                f"the text gives only {tokenizer.vocab_size} ids, not {args.vocab}: give more text or a smaller --vocab"
-            )
+            wanted = f"{tokenizer.vocab_size} ids, not {args.vocab}"
+            raise UserError(f"the text gives only {wanted}: give more text or a smaller --vocab")
         beside.write_text(tokenizer.to_json(), encoding="utf-8")
     print(Path(args.out))
 

@@ -52,7 +52,7 @@ class ShowKeys(argparse.Action):
 def run(args: argparse.Namespace) -> int:
     from tokenformer.config import presets
     from tokenformer.errors import UserError
-    from tokenformer.hub.open import locate, means_weights, read_config
+    from tokenformer.hub.open import means_weights, read_config
     from tokenformer.parsing import is_file, is_folder
 
     source, given = Path(args.config), Path(args.out) if args.out else None
@@ -70,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
             + (", or --resume to continue this run" if is_folder(source / "checkpoints") else "")
         )
     default = source if itself else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
-    if config.start and not itself and os.environ.get("RANK", "0") == "0":
-        print(f"a new run begins with the weights of {locate(config.start).path}", flush=True)
     check(config, given or default, args.resume)
     from tokenformer.parallel.mesh import run_rank
     from tokenformer.train.trainer import Trainer

@@ -35,19 +35,8 @@ except ImportError as error:
         f"the harness is not installed ({error}): pip install 'tokenformer[eval]', or score natively from --data-dir"
     ) from None
 
-# doc_to_text, doc_to_choice and doc_to_target of lm_eval's own task files, for rows in our files' fields
-_TEXTS = {
-    "lambada_openai": ("{{text.split(' ')[:-1]|join(' ')}}", None, "{{' '+text.split(' ')[-1]}}"),
-    "hellaswag": ("{{query}}", "choices", "gold"),
-    "piqa": ("Question: {{goal}}\nAnswer:", "{{[sol1, sol2]}}", "label"),
-    "arc_easy": ("Question: {{question}}\nAnswer:", "choices", "gold"),
-    "arc_challenge": ("Question: {{question}}\nAnswer:", "choices", "gold"),
-    "winogrande": (
-        "{{answer|int - 1}}",
-        "{{[sentence.split('_')[0] + option1, sentence.split('_')[0] + option2]}}",
-        "{{sentence[sentence.index('_') + 1:].strip()}}",
-    ),
-}
+# what lm_eval's own task files say of each task, for rows in our files' fields
+_TEXTS = json.loads(Path(__file__).with_name("local_tasks.json").read_text(encoding="utf-8"))
 
 
 def offline() -> None:
@@ -206,7 +195,6 @@ def local_tasks(names: Sequence[str], data_dir: str | Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             read_rows(name, data_dir)
-            text, choice, target = _TEXTS[name]
             measures = [
                 {
                     "metric": measure,
@@ -220,8 +208,8 @@ def local_tasks(names: Sequence[str], data_dir: str | Path) -> Iterator[Path]:
                 "dataset_path": "json",
                 "dataset_kwargs": {"data_files": {"test": str(task_file(name, data_dir).resolve())}},
                 "test_split": "test",
-                "output_type": "multiple_choice" if choice else "loglikelihood",
-                **{"doc_to_text": text, "doc_to_target": target, **({"doc_to_choice": choice} if choice else {})},
+                "output_type": "multiple_choice" if "doc_to_choice" in _TEXTS[name] else "loglikelihood",
+                **_TEXTS[name],
                 "metric_list": measures,
                 "metadata": {"version": 1.0},
             }

@@ -1,7 +1,8 @@
 """How well an image model names the classes of images: loss, top-1, top-5, for each class, and what it confuses."""
 
+import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,16 +10,13 @@ import numpy as np
 import torch
 
 from tokenformer.config_data import IGNORED, DataConfig, ImagesConfig
-from tokenformer.data.images.decode import Cropping, Damaged
-from tokenformer.data.images.opening import Part, open_images
-from tokenformer.data.images.samples import image_loader
+from tokenformer.data.images.opening import Part, open_images, some_of
+from tokenformer.data.images.samples import batches
 from tokenformer.data.images.stored import Images, Some
 from tokenformer.errors import UserError
 from tokenformer.eval.ranks import spread
-from tokenformer.infer.images import classify
+from tokenformer.infer.images import classify, normalise, reading
 from tokenformer.parsing import parse_json, read_text
-
-IN_PROCESS = 256  # fewer images are decoded before worker processes have started
 
 
 class Answer(NamedTuple):
@@ -72,6 +70,15 @@ def open_labelled(data: DataConfig, part: Part | None, classes: Sequence[str] | 
     return images, part or "all"
 
 
+def sample_pixels(model: Any, path: str, count: int) -> torch.Tensor:
+    """Return images of a set as the model reads them (B, 3, size, size); damaged ones are left out."""
+    settings, size = reading(model)
+    data = DataConfig(path=path, images=dataclasses.replace(settings, damaged="skip"))
+    images = some_of(open_labelled(data, None, model.images.get("classes"))[0], count)
+    parts = [pixels[labels != IGNORED] for _, pixels, labels, _ in batches(images, data.images or settings, size, 64)]
+    return normalise(torch.from_numpy(np.concatenate(parts)).permute(0, 3, 1, 2), settings)
+
+
 def answers(
     model: Any, images: Images, settings: ImagesConfig, size: int, batch: int, advance: Callable[[float], None]
 ) -> list[Answer]:
@@ -91,26 +98,6 @@ def answers(
         return found
 
     return spread(range(len(images)), work)
-
-
-def batches(
-    images: Images, settings: ImagesConfig, size: int, batch: int
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, dict[int, str]]]:
-    """Yield all images in order: number of the first, pixels, labels, and by row why an image could not be decoded."""
-    if not len(images):
-        return
-    data = DataConfig(images=settings, workers=0 if len(images) < IN_PROCESS else 4)
-    crop, first = Cropping(size, settings), 0
-    for read in image_loader(data, images, size=size, seed=0, training=False, batch=min(batch, len(images))):
-        rows = min(len(read.fields["label"]), len(images) - first)
-        damage = {}
-        for row in np.nonzero(read.fields["damaged"][:rows])[0].tolist():
-            try:
-                crop.evaluation(images.item(first + row))
-            except Damaged as why:
-                damage[row] = str(why)
-        yield first, read.fields["pixels"][:rows], read.fields["label"][:rows], damage
-        first += rows
 
 
 def summary(found: Sequence[Answer], names: Sequence[str]) -> dict[str, Any]:

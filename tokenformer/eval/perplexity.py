@@ -9,7 +9,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,35 +40,15 @@ class Document(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """What was counted, and what follows from it."""
+def measures(nats: float, tokens: int, size: int) -> dict[str, float]:
+    """Return what follows from the loss of so many tokens, of texts of so many bytes.
 
-    nats: float
-    tokens: int
-    bytes: int
-    documents: int
-    seconds: float
-
-    @property
-    def loss(self) -> float:
-        return self.nats / max(1, self.tokens)
-
-    def to_dict(self) -> dict:
-        """
-        >>> Perplexity(nats=math.log(2) * 8, tokens=4, bytes=16, documents=1, seconds=0.0).to_dict()["bits_per_byte"]
-        0.5
-        """
-        return {
-            "loss": self.loss,
-            "perplexity": math.exp(min(self.loss, 700.0)),
-            "bits_per_token": self.loss / math.log(2),
-            "bits_per_byte": self.nats / math.log(2) / max(1, self.bytes),
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "documents": self.documents,
-            "seconds": round(self.seconds, 3),
-        }
+    >>> measures(nats=math.log(2) * 8, tokens=4, size=16)["bits_per_byte"]
+    0.5
+    """
+    loss = nats / tokens
+    measured = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_token": loss / math.log(2)}
+    return measured | {"bits_per_byte": nats / math.log(2) / max(1, size), "tokens": tokens, "bytes": size}
 
 
 def windows(targets: int, context: int, stride: int) -> Iterator[Window]:
@@ -126,7 +105,7 @@ def perplexity(
     stride: int | None = None,
     batch: int = 8,
     advance: Callable[[float], object] = lambda count: None,
-) -> Perplexity:
+) -> dict[str, float]:
     """Measure documents, each by itself after the token `first`; `stride` defaults to half the window."""
     context, stride = window(model.config.context, context, stride)
     begun, count, size, read, nats = time.perf_counter(), 0, 0, 0, 0.0
@@ -147,7 +126,7 @@ def perplexity(
     nats += run(held) if held else 0.0
     if count == 0:
         raise UserError("there is no text to measure: give a file or a prepared set that holds some")
-    return Perplexity(nats, count, size, read, time.perf_counter() - begun)
+    return measures(nats, count, size) | {"documents": read, "seconds": round(time.perf_counter() - begun, 3)}
 
 
 def open_documents(

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from tokenformer.errors import UserError
 from tokenformer.growth.make import fill_rows
-from tokenformer.growth.recipes import Recipe
+from tokenformer.growth.plan import RULES, Recipe, check_rule, choose_tau, grow_segments
 from tokenformer.growth.shape import Segments, total
-from tokenformer.growth.tokens import RULES, check_rule, choose_tau, grow_segments
 from tokenformer.models.init import draw
 from tokenformer.models.layers import Pattention, Segment
 from tokenformer.strict import need

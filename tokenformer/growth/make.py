@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.errors import UserError
-from tokenformer.growth.recipes import ALL, Fill, Plan, Recipe
+from tokenformer.growth.plan import ALL, Fill, Plan, Recipe
 from tokenformer.models.init import draw, initial
 
 

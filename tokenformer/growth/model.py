@@ -12,8 +12,7 @@ from tokenformer.config_growth import Growth
 from tokenformer.errors import UserError
 from tokenformer.growth.layers import Module, grow_layers, plan_layers, recipes_of, refuse_wrapped
 from tokenformer.growth.make import make_tensors
-from tokenformer.growth.plan import plan_growth
-from tokenformer.growth.recipes import Plan, Recipe
+from tokenformer.growth.plan import Plan, Recipe, plan_growth
 from tokenformer.growth.shape import table, trunk_of, with_table
 from tokenformer.growth.state import carry_optimizer, check_optimizer
 from tokenformer.models import LanguageModel

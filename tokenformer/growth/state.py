@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from tokenformer.growth.recipes import Plan, Recipe
+from tokenformer.growth.plan import Plan, Recipe
 from tokenformer.strict import need
 
 State = dict[str, dict[str, Tensor]]  # parameter → what an optimizer keeps for it: exp_avg, exp_avg_sq, step, momentum
@@ -20,11 +20,7 @@ SAFE_BETA2 = 0.98
 
 def grow_state(plan: Plan, old: State) -> State:
     """The optimizer's state after the growth. New parameters have none: the optimizer begins it at its first step."""
-    found = {}
-    for name, recipe in plan.recipes.items():
-        if recipe.old in old:
-            found[name] = grow_entry(recipe, old[recipe.old])
-    return found
+    return {name: grow_entry(recipe, old[recipe.old]) for name, recipe in plan.recipes.items() if recipe.old in old}
 
 
 def grow_entry(recipe: Recipe, entry: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from tokenformer.growth.recipes import Plan
+from tokenformer.growth.plan import Plan
 from tokenformer.models import LanguageModel
 from tokenformer.models.names import parse
 
@@ -37,9 +37,7 @@ class Certificate:
 
 
 def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> Certificate:
-    """Run both on ids (B, T), or on pixels (B, C, H, W), and compare; then see which new tokens get gradient within two
-    steps.
-    """
+    """Run both on ids (B, T) or pixels (B, C, H, W) and compare; then see which new tokens learn within two steps."""
     absolute, largest = change(old, new, ids)
     return Certificate(
         exact=plan.exact,

@@ -6,6 +6,7 @@ The one place where a pickle is written, since that is what the official format 
 import dataclasses
 import glob
 import math
+import re
 from collections import OrderedDict
 from pathlib import Path
 
@@ -20,11 +21,11 @@ from tokenformer.hub import unpickle, zero
 from tokenformer.hub.fill import fill
 from tokenformer.hub.official_config import is_official, translate_all
 from tokenformer.hub.official_config import to_official as official_keys
-from tokenformer.hub.official_names import to_official, to_ours
 from tokenformer.models import LanguageModel
 
 HEADS = {(12, 768): 12, (24, 1024): 16, (32, 1280): 16, (40, 1536): 16}  # of the released models, by (layers, dim)
 WEIGHTS = "pytorch_model.bin"
+_TOKENS = re.compile(r"sequential\.(\d+)\.(?:attention\.(query|key|value|proj)|(mlp))\.(key|value)_param_tokens")
 
 
 def find(path: Path) -> Path | None:
@@ -128,3 +129,36 @@ def save_official(
         (beside / "config.yml").write_text(text, encoding="utf-8")
         if tokenizer_json is not None:
             (beside / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+
+
+# Names of tensors: ours have a segment number, official ones a pipeline index
+
+
+def to_ours(name: str, layers: int) -> str:
+    """
+    >>> to_ours("sequential.2.mlp.key_param_tokens", layers=3)
+    'blocks.0.ffn.segments.0.key_tokens'
+    """
+    if name == "sequential.0.word_embeddings.weight":
+        return "embedding.weight"
+    if name in (f"sequential.{layers + 3}.norm.weight", f"sequential.{layers + 3}.norm.bias"):
+        return name.split(".", 2)[2]
+    match = _TOKENS.fullmatch(name)
+    if not match or not 0 <= int(match[1]) - 2 < layers:
+        raise UserError(f"tensor '{name}' is not one of an official TokenFormer of {layers} layers: check the config")
+    projection = "ffn" if match[3] else f"attention.{match[2]}"
+    return f"blocks.{int(match[1]) - 2}.{projection}.segments.0.{match[4]}_tokens"
+
+
+def to_official(name: str, layers: int) -> str:
+    """
+    >>> to_official("blocks.0.attention.proj.segments.0.value_tokens", layers=3)
+    'sequential.2.attention.proj.value_param_tokens'
+    """
+    if name == "embedding.weight":
+        return "sequential.0.word_embeddings.weight"
+    if name.startswith("norm."):
+        return f"sequential.{layers + 3}.{name}"
+    _, layer, *projection, _, _, tokens = name.split(".")
+    where = "mlp" if projection == ["ffn"] else ".".join(projection)
+    return f"sequential.{int(layer) + 2}.{where}.{tokens.removesuffix('_tokens')}_param_tokens"

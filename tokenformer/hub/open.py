@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenformer import config as native
-from tokenformer.data.text.tokenizer import (
-    BUNDLED,
-    FileTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    padded_vocab,
-    same_tokenizer,
-)
+from tokenformer.data.text.tokenizer import BUNDLED, FileTokenizer, load_tokenizer, padded_vocab, same_tokenizer
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, WEIGHTS, check_manifest
 from tokenformer.hub import official_config
@@ -33,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tokenformer.config import Config, ModelConfig
+    from tokenformer.data.text.tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
 VERBS = {  # what a model of each kind is for
@@ -84,7 +78,7 @@ class Located(NamedTuple):
 def locate(source: str | Path, values: bool = True) -> Located:
     """Find the weights at a path or behind a hub name. Of a run they are those of its newest whole checkpoint.
 
-    Without `values` the weights of a checkpoint are compared with its manifest by their size alone, which is quick.
+    Without `values` weights are compared with their manifest by their size alone, which is quick.
     """
     from tokenformer.hub import official
     from tokenformer.hub.run_folder import newest_whole
@@ -113,7 +107,7 @@ def locate(source: str | Path, values: bool = True) -> Located:
         raise UserError(f"{source} holds no weights that we know: {known}")
     folder = weights if is_folder(weights) else weights.parent
     if is_file(folder / MANIFEST):
-        check_manifest(folder, edited=True)
+        check_manifest(folder, values, edited=True)
     return Located("official", weights)
 
 
@@ -128,7 +122,7 @@ class Opened:
     source: str | Path
     located: Located
     given: "ModelConfig | None" = None
-    named: Tokenizer | None = None
+    named: "Tokenizer | None" = None
     vocab_file: str | None = None
     device: "torch.device | str" = "cpu"
     dtype: "torch.dtype | None" = None
@@ -160,9 +154,7 @@ class Opened:
         return self._readers[1](self.located.path).to(device=self.device, dtype=self.dtype)
 
     def tensors(self, stream: bool) -> tuple[Mapping[str, "Tensor"], Mapping[str, "torch.dtype"], list[dict]]:
-        """Return tensors by name, their types and the growth history. With `stream` one tensor of our folder is in
-        memory at a time.
-        """
+        """Return tensors by name, their types and the growths. With `stream` one tensor of our folder is in memory."""
         if stream and self.located.kind == "ours":
             from tokenformer.hub.folder import Stored
 
@@ -178,7 +170,7 @@ class Opened:
             raise UserError(f"{self.source} is a model of {self.config.of}, but one of {of} is needed here: {does}")
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
         self.need("language")
         found = self.named or self._own_tokenizer()
         if found.vocab_size > self.config.vocab:
@@ -188,7 +180,7 @@ class Opened:
             )
         return found
 
-    def _own_tokenizer(self) -> Tokenizer:
+    def _own_tokenizer(self) -> "Tokenizer":
         if self._beside is not None:
             return FileTokenizer(self._beside, f"of {self.source}")
         if self.vocab_file is not None and is_file(self.vocab_file):
@@ -342,7 +334,7 @@ def _raw(name: str | Path, scratch: bool) -> dict:
     """Return the raw mapping of a config file or preset, or of weights; from `scratch` these do not set `start`."""
     if not means_weights(name) or (scratch and is_file(Path(name) / "config.yml")):
         return native.read(name)
-    opened = open_model(name)
+    opened = Opened(name, locate(name, values=False))  # who reads the weights compares their checksums
     settings = native.read(opened.run) if opened.run else {}
     own = {"model": native.to_dict(opened.config), "growth": [], "out": None, "start": None if scratch else str(name)}
     return {**settings, **own}

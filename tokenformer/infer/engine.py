@@ -25,9 +25,7 @@ Ids = Sequence[int] | Tensor  # of one prompt; a tensor has one dimension
 
 
 class Finished(NamedTuple):
-    """New ids of one prompt (without the stop token), their log-probabilities (where they were asked for), and whether
-    a stop token came.
-    """
+    """New ids of one prompt, without the stop token; log-probabilities, if asked for; whether a stop token came."""
 
     ids: list[int]
     logprobs: list[float]
@@ -206,16 +204,14 @@ class _Batch:
 
     def _prefill(self, ids_BT: Tensor) -> None:
         """Run the prompts in chunks, and choose the first new token of each row."""
-        chunk, length = self.engine.chunk, ids_BT.shape[1]
-        hidden_BD = torch.zeros(
-            len(ids_BT), self.engine.packed.config.dim, dtype=self.engine.packed.dtype, device=ids_BT.device
-        )
+        chunk, length, packed = self.engine.chunk, ids_BT.shape[1], self.engine.packed
+        hidden_BD = torch.zeros(len(ids_BT), packed.config.dim, dtype=packed.dtype, device=ids_BT.device)
         for start in range(0, length, chunk):
             hidden_BTD = self.engine.hidden(ids_BT[:, start : start + chunk], self.cache, start)
             index_B = (self.last_B - start).clamp(0, hidden_BTD.shape[1] - 1)
             here_B = (self.last_B >= start) & (self.last_B < start + hidden_BTD.shape[1])
             hidden_BD = torch.where(here_B[:, None], hidden_BTD[self.cache.rows_B1[:, 0], index_B], hidden_BD)
-        self._pick(self.engine.packed.logits(hidden_BD))
+        self._pick(packed.logits(hidden_BD))
 
     def _step(self) -> None:
         logits_BW = self.forward(self.token_B, self.position_B, self.cache)

@@ -30,6 +30,11 @@ def reading(model: Any, size: int | None = None) -> tuple[ImagesConfig, int]:
     return settings, size
 
 
+def at_once(model: Any, asked: int | None) -> int:
+    """Return how many images are computed together: so few on a CPU that progress is seen within seconds."""
+    return asked or (64 if next(model.parameters()).is_cuda else 8)
+
+
 def class_names(model: Any) -> list[str]:
     """Return a name for each class; those that images.json does not name are called after their number."""
     known = [str(name) for name in model.images.get("classes", [])]

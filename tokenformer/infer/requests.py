@@ -13,7 +13,7 @@ from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.sampling import Sampling
 from tokenformer.infer.text import AnyTokenizer, TextResult, to_ids
-from tokenformer.parsing import parse_json
+from tokenformer.parsing import parse_json, shown
 from tokenformer.strict import key, need
 
 FIELDS = ("prompt", "context", "text")
@@ -64,10 +64,11 @@ def read_prompts(path: str | Path, separator: str = "\n") -> list[Prompt]:
     try:
         with open(0 if pipe else path, encoding="utf-8-sig", closefd=not pipe) as file:
             text = file.read(MOST + 1)
-    except OSError as error:
-        raise UserError(f"the prompts {path} cannot be read ({error.strerror}): check the name") from None
     except UnicodeDecodeError:
         raise UserError(f"the prompts of {where} are not UTF-8 text: convert them") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"the prompts {shown(str(path))} cannot be read ({why}): check the name") from None
     if len(text) > MOST:
         raise UserError(f"{where} holds more than the {MOST:,} characters that prompts may have: give fewer at a time")
     prompts, line, between = [], 1, "\n" if lines else separator

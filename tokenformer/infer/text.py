@@ -182,10 +182,7 @@ def _before_stop(text: Piecewise, row: Finished) -> Finished:
 
 
 class Session:
-    """A conversation: each text continues all that was said before, without the oldest when the context is full.
-
-    Turn i is drawn with seed + i.
-    """
+    """A conversation: each text continues what was said, but for the oldest beyond the context. Turn i: seed + i."""
 
     def __init__(
         self,

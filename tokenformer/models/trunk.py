@@ -144,9 +144,8 @@ class Block(nn.Module):
         if any(map(hooked, (self.attention_norm, self.ffn_norm, a))) or not all(map(readable, layers)):
             return not warn_one_by_one()
         switched = [cast(Pattention, layer).switch for layer in layers]
-        return all("" in names for names in switched) and not any(
-            name in names for names in switched for name in view.switches or ()
-        )
+        asked = any(name in names for names in switched for name in view.switches or ())
+        return not asked and all("" in names for names in switched)
 
     def fused_forward(self, x: Tensor, view: View) -> Tensor:
         """Compute the block without norms and additions. l2_norm_gelu ignores the scale of its input, and keys without

@@ -46,17 +46,13 @@ def linear_cross_entropy(
         return total, (labels_T != IGNORED).sum()
     chunk = chunk or max(1, LOGITS // len(weight_WD))
     pairs = list(zip(hidden_TD.split(chunk), labels_T.split(chunk), strict=True))
-    loss_of = loss_of or _loss_of_chunk
+    loss_of = loss_of or (lambda hidden_TD, weight_WD, labels_T: summed_loss(hidden_TD @ weight_WD.T, labels_T))
     if len(pairs) == 1:
         total = loss_of(hidden_TD, weight_WD, labels_T)
     else:  # backward recomputes each chunk's logits instead of keeping them
         parts = [checkpoint(loss_of, h, weight_WD, y, use_reentrant=False, preserve_rng_state=False) for h, y in pairs]
         total = torch.stack(parts).sum()
     return total, (labels_T != IGNORED).sum()
-
-
-def _loss_of_chunk(hidden_TD: Tensor, weight_WD: Tensor, labels_T: Tensor) -> Tensor:
-    return summed_loss(hidden_TD @ weight_WD.T, labels_T)
 
 
 def summed_loss(logits_TW: Tensor, labels_T: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Theta(NamedTuple):
     """Θ(a) = after(before(a) · τ^2p / (Σ mass(before(a)))^p), p being `power`, the sum over a segment's tokens.
 
     To add one: a row of THETAS, its name in `theta` of config.py, and which growth is exact for it (`check_rule` of
-    growth/tokens.py). The reference computes it everywhere, until kernels/pattention.py has a branch for it and
+    growth/plan.py). The reference computes it everywhere, until kernels/pattention.py has a branch for it and
     `kernels` is True.
     """
 
@@ -83,10 +83,7 @@ def pattention_group(
     masks: Sequence[Tensor | None] | None = None,
     choice: str | None = None,
 ) -> list[Tensor]:
-    """Several Pattentions of one input (q, k and v), the scores of all of them in one product.
-
-    `choice`: auto, reference or triton (see `backend`).
-    """
+    """Several Pattentions of one input (q, k and v), their scores in one product. `choice`: see `backend`."""
     masked = masks is not None and any(mask is not None for mask in masks)
     if backend(x_TD, choice, masked, theta) == "triton":
         return fused(x_TD, members, theta)

@@ -4,10 +4,10 @@ A collective counts as the larger of its input and its output on one rank; a mes
 docs/parallelism.md has the same sums as a table.
 """
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ TIMES = {"qkv": 3, "proj": 1, "ffn": 1}  # Pattentions of a block
 Part = dict[Name, Split]  # parameters, as the token degree splits them
 
 
-@dataclasses.dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     """The place of a rank in each degree; `data` is its place in replicate × shard."""
 
     pipeline: int = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenformer.config import Config
 from tokenformer.config_data import ImagesConfig
-from tokenformer.data.images.opening import open_images
+from tokenformer.data.images.opening import open_images, some_of
 from tokenformer.data.images.samples import image_loader
 from tokenformer.data.loader import Batch
 from tokenformer.errors import UserError
@@ -51,9 +51,9 @@ class ClassifyTask(Task):
             )
         load = functools.partial(image_loader, c.data, size=size, seed=c.seed, **self.cut)
         self.loader = load(images, training=True, batch=self.batch)
-        held = open_images(c.data, "validation", self.classes)
+        held = some_of(open_images(c.data, "validation", self.classes), self.held_out_samples)
         if len(held):
-            self.held_out = load(held, training=False, batch=min(self.held_out_samples, len(held)))
+            self.held_out = load(held, training=False, batch=len(held))
 
     def flops(self, cost: Any) -> float:
         return 3 * cost.sample_flops(self.length)

@@ -11,8 +11,7 @@ from tokenformer.config import ModelConfig
 from tokenformer.config_growth import GrowthStage
 from tokenformer.growth.make import make_tensor
 from tokenformer.growth.model import apply_plan
-from tokenformer.growth.plan import plan_growth
-from tokenformer.growth.recipes import Plan, Recipe
+from tokenformer.growth.plan import Plan, Recipe, plan_growth
 from tokenformer.growth.state import State, grow_entry, grow_state, warn_of_beta2
 from tokenformer.models.names import parse
 from tokenformer.parallel.layout import Layout, Wholes

@@ -27,14 +27,9 @@ class LanguageTask(Task):
         c = config
         times = c.steps // c.validation.every + 1 if c.validation.every else 1
         if c.data.images is not None:
-            raise UserError(
-                "data.images is for image models, and this is a language model: remove it, or set model.of=image"
-            )
+            raise UserError("data.images is given, but this is no image model: remove it, or set model.of=image")
         if c.train.drop_path:
-            raise UserError(
-                f"train.drop_path is {c.train.drop_path}, which is for image models, and this is a language model: "
-                "remove it"
-            )
+            raise UserError(f"train.drop_path is {c.train.drop_path}, but this is no image model: remove it")
         sets = open_sets(c.data, c.model.vocab)
         self.tokenizer = text_tokenizer(c.data, sets)
         load = functools.partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **self.cut)

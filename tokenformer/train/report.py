@@ -100,7 +100,9 @@ class Report:
         self.failing: set[str] = set()  # what was said to fail, and does still
         starts = read_json(run / "environment.json") if (run / "environment.json").is_file() else {}
         starts.setdefault("id", secrets.token_hex(4))
-        starts.setdefault("starts", []).append({"step": step, **environment(command)})
+        if not isinstance(starts.setdefault("starts", []), list):
+            raise UserError(f"{run / 'environment.json'} is not what a run writes: restore it or move it away")
+        starts["starts"].append({"step": step, **environment(command)})
         write_text(run / "environment.json", json.dumps(starts, indent=1) + "\n")
         if self.metrics.path.is_file():
             rows = [row for row in read_rows(run) if row["step"] < step or (row["step"] == step and not grown(row))]

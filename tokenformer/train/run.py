@@ -9,8 +9,10 @@ from pathlib import Path
 from tokenformer import config as native
 from tokenformer.config import Config
 from tokenformer.errors import UserError
+from tokenformer.files import writing
 
 FIXED = ("batch", "seed", "start")  # with another value it would be another run; so would another model or optimizer
+MAKE_ROOM = "make room, or give another --out"
 OWN = {*".lock config.yml environment.json metrics.jsonl log trace.json checkpoints samples tensorboard wandb".split()}
 
 
@@ -98,7 +100,7 @@ def lock(folder: Path) -> Iterator[None]:
     import fcntl
 
     with contextlib.ExitStack() as held:
-        with writing(folder):
+        with writing(f"the run {folder}", MAKE_ROOM):
             folder.mkdir(parents=True, exist_ok=True)
             file = held.enter_context(open(folder / ".lock", "w"))
         try:
@@ -109,16 +111,6 @@ def lock(folder: Path) -> Iterator[None]:
             give = "mount its file system with locks, or give another --out"
             raise UserError(f"{folder} cannot be locked ({error.strerror}): {give}") from None
         yield
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Refuse in a sentence a run folder that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error
-        raise UserError(f"the run {folder} cannot be written ({why}): make room, or give another --out") from None
 
 
 def resume_command(folder: Path, alone: bool) -> str:

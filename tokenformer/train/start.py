@@ -12,8 +12,9 @@ from tokenformer.models.names import parse
 from tokenformer.parallel.parallelize import Build, Values
 
 
-def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[Values, list[dict]]:
-    """Return a function from a whole parameter's name and shape to its first values, and the growths behind them.
+def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[Values, list[dict], list[str]]:
+    """Return a function from a whole parameter's name and shape to its first values, the growths behind them, and a
+    sentence about where they come from.
 
     Parameter tokens of a smaller model (`start`) fill the first rows, the rest keeps its initial values and τ follows
     the new number: the official `pretrain_partial_init`, which does not compute the same as the smaller model. `files`
@@ -21,19 +22,24 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
     """
     from tokenformer.hub.dcp import read_tensors
     from tokenformer.hub.folder import read_history
-    from tokenformer.hub.open import open_model
+    from tokenformer.hub.open import Opened, locate, open_model
 
     model_config, start = config.model.resolved(), config.start
     with torch.device("meta"):
         model = build(model_config)
-    mine, given, history = dict(model.named_parameters()), {}, []
+    mine, given, history, said = dict(model.named_parameters()), {}, [], []
     if start:
         try:
             opened = open_model(start)
             opened.check_tokenizer(files.get("tokenizer.json"))
-            if opened.located.kind in ("ours", "checkpoint") and opened.config.of != model_config.of:
-                kinds = f"{opened.config.of}, not of {model_config.of}"
-                raise UserError(f"{start} is a model of {kinds}: give other weights")
+            said = [f"a new run begins with the weights of {opened.located.path}"]
+            if opened.located.kind != "official":  # these are language models
+                opened.need(model_config.of)
+            if opened.run:
+                newest = Opened(start, locate(start, values=False))  # whose config `train RUN` took
+                if newest.config != opened.config:
+                    before = f"the whole one before it has another model: give that one, {opened.located.path.parent}"
+                    raise UserError(f"the checkpoint {newest.located.path.parent} is damaged, and {before}")
             if opened.located.kind == "checkpoint" and build is not build_model:  # the package cannot make this model
                 given, history = read_tensors(opened.located.path), read_history(opened.located.path)
             else:
@@ -60,4 +66,4 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
             made[tuple(slice(n) for n in given[name].shape)] = given[name]
         return made
 
-    return values, history
+    return values, history, said

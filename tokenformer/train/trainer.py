@@ -21,7 +21,7 @@ from tokenformer import config as native
 from tokenformer.config import Config
 from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError, out_of_memory
-from tokenformer.files import write_text
+from tokenformer.files import write_text, writing
 from tokenformer.growth import progressive
 from tokenformer.growth.stages import Progress, chain, check_reached, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
@@ -42,7 +42,7 @@ from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
 from tokenformer.train.report import Clock, Report, Silent, Totals, memory, peak_flops, profiler
-from tokenformer.train.run import changes, earlier, less_memory, lock, resume_command, with_batch_sizes, writing
+from tokenformer.train.run import MAKE_ROOM, changes, earlier, less_memory, lock, resume_command, with_batch_sizes
 from tokenformer.train.schedule import factor
 from tokenformer.train.signals import caught_signals
 from tokenformer.train.start import first_values
@@ -106,7 +106,8 @@ class Trainer:
         self.compiler = choose_compiler(c.train, self.device)
         first, history = None, []  # from a checkpoint they come later
         if self.found.path is None:
-            first, history = first_values(c, self.build_model, self.task.files())
+            first, history, said = first_values(c, self.build_model, self.task.files())
+            self.said += said
         self.place.start(self.device)  # so far every rank checked for itself; from here on they communicate
         torch.manual_seed(c.seed)
         if self.compiler != "none":
@@ -182,7 +183,7 @@ class Trainer:
         held.enter_context(lock(self.folder))
         if all_steps(self.folder) != self.seen:  # another process had the lock before
             raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
-        with writing(self.folder):
+        with writing(f"the run {self.folder}", MAKE_ROOM):
             self.notes += self.checkpoints.sweep(self.found)
 
     # resume: from the newest whole checkpoint, or from the beginning
@@ -208,7 +209,7 @@ class Trainer:
         self.clock = Clock()
 
     def open_report(self) -> None:
-        with writing(self.folder):
+        with writing(f"the run {self.folder}", MAKE_ROOM):
             write_text(self.folder / "config.yml", native.to_yaml(self.config))
             self.report = Report(self.folder, self.config, self.step, self.command)
 

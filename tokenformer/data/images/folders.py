@@ -11,6 +11,7 @@ import numpy as np
 from tokenformer.data.images.stored import Files
 from tokenformer.errors import UserError
 from tokenformer.parsing import is_file, read_text, shown
+from tokenformer.terminal import progress
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
 MOST_BYTES = 1 << 28  # of a devkit's meta.mat, unpacked
@@ -26,19 +27,18 @@ def open_folder(root: Path, classes: Sequence[str] | None = None) -> Files:
         )
     numbers = {name: number for number, name in enumerate(classes or found)}
     names, sizes, labels = [], [], []
-    for folder in found:
-        before = len(names)
-        for name, size in images_below(root, folder):
-            names.append(name)
-            sizes.append(size)
-        if len(names) == before:
-            continue
-        if folder not in numbers:
-            raise UserError(
-                f"{root / folder} is none of the {len(numbers):,} classes ({shown(list(numbers))}): "
-                "move it away, or name its class"
-            )
-        labels += [numbers[folder]] * (len(names) - before)
+    with progress(f"listing {root}", len(found), " folders") as advance:
+        for folder in found:
+            advance(1)
+            some = list(images_below(root, folder))
+            if some and folder not in numbers:
+                raise UserError(
+                    f"{root / folder} is none of the {len(numbers):,} classes ({shown(list(numbers))}): "
+                    "move it away, or name its class"
+                )
+            names += [name for name, _ in some]
+            sizes += [size for _, size in some]
+            labels += [numbers[folder]] * len(some) if some else []
     if not names:
         raise UserError(f"no folder in {root} has images ({', '.join(ENDINGS)}): check the path")
     return Files(str(root), names, sizes, np.array(labels, np.int64), list(numbers))

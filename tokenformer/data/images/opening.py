@@ -40,6 +40,14 @@ def open_images(data: DataConfig, part: Part, classes: Sequence[str] | None = No
     return _open(data.path, part, data, settings, classes)
 
 
+def some_of(images: Images, count: int) -> Images:
+    """Return so many images at most, from anywhere, as classes may lie in order; the data alone decide which."""
+    if count >= len(images):
+        return images
+    keys = round_keys("some", images.fingerprint)
+    return Some(images, np.sort(permute(np.arange(count), len(images), keys)))
+
+
 def _held_back(images: Images, count: int, part: Part) -> Images:
     if count >= len(images):
         raise UserError(f"data.images.hold_back is {count:,}, but there are {len(images):,} images: give fewer")

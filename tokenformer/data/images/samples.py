@@ -6,6 +6,7 @@ Unusual: sample i of an epoch with its crop, its augmentation and what replaces 
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tokenformer.data.source import Field
 from tokenformer.errors import UserError
 
 TRIES = 100  # images in a row that may be damaged
+IN_PROCESS = 256  # fewer images are decoded before worker processes have started
 _OTHERS = ("format", "validation", "hold_back", "classes", "labels", "image_column", "label_column", "damaged", "size")
 _LATER = ("mean", "std", "smoothing")  # what ops/augment.py is told by the config and not by the draws
 
@@ -119,6 +121,26 @@ def image_loader(
         check_even(batch, cut.get("micro_batch"), cut.get("world", 1))
     usual: dict[str, Any] = {"workers": data.workers, "prefetch": data.prefetch, "epochs": None if training else 1}
     return Loader(source, batch=batch, seed=seed, **{**usual, **cut})
+
+
+def batches(
+    images: Images, settings: ImagesConfig, size: int, batch: int, workers: int = 4
+) -> Iterator[tuple[int, np.ndarray, np.ndarray, dict[int, str]]]:
+    """Yield all images in order: number of the first, pixels, labels, and by row why an image could not be decoded."""
+    if not len(images):
+        return
+    data = DataConfig(images=settings, workers=0 if len(images) < IN_PROCESS else workers)
+    crop, first = Cropping(size, settings), 0
+    for read in image_loader(data, images, size=size, seed=0, training=False, batch=min(batch, len(images))):
+        rows = min(len(read.fields["label"]), len(images) - first)
+        damage = {}
+        for row in np.nonzero(read.fields["damaged"][:rows])[0].tolist():
+            try:
+                crop.evaluation(images.item(first + row))
+            except Damaged as why:
+                damage[row] = str(why)
+        yield first, read.fields["pixels"][:rows], read.fields["label"][:rows], damage
+        first += rows
 
 
 def check_even(batch: int, micro_batch: int | None, world: int) -> None:

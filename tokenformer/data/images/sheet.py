@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tokenformer.config_data import DataConfig, ImagesConfig
-from tokenformer.data.images.decode import Cropping, Damaged, png
-from tokenformer.data.images.samples import ImageSource, image_loader
+from tokenformer.config_data import ImagesConfig
+from tokenformer.data.images.decode import png
+from tokenformer.data.images.samples import ImageSource, batches
 from tokenformer.data.images.stored import Images
 from tokenformer.data.permutation import EpochOrder
 from tokenformer.terminal import progress
@@ -32,20 +32,9 @@ def contact_sheet(
     return png(np.concatenate(lines)[:-GAP, :-GAP])
 
 
-def damaged_images(data: DataConfig, images: Images) -> Iterator[tuple[int, str]]:
+def damaged_images(images: Images, workers: int) -> Iterator[tuple[int, str]]:
     """Decode all images, and yield number and reason of each that is damaged."""
-    settings = ImagesConfig(damaged="skip")
-    checked = DataConfig(workers=data.workers, prefetch=data.prefetch, images=settings)
-    if not len(images):
-        return
-    loader = image_loader(checked, images, size=32, seed=0, training=False, batch=64)
-    crop, start = Cropping(32, settings), 0
     with progress("decoding", len(images), " images") as advance:
-        for batch in loader:
-            for row in np.nonzero(batch.fields["damaged"])[0].tolist():
-                try:
-                    crop.evaluation(images.item(start + row))
-                except Damaged as why:
-                    yield start + row, str(why)
-            advance(min(64, len(images) - start))
-            start += 64
+        for first, pixels, _, damage in batches(images, ImagesConfig(damaged="skip"), 32, 64, workers):
+            yield from ((first + row, why) for row, why in damage.items())
+            advance(len(pixels))

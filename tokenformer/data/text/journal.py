@@ -7,16 +7,18 @@ process, the next one keeps every piece up to the first that is not whole. Input
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from tokenformer.errors import UserError
-from tokenformer.files import sync
+from tokenformer.files import sync, writing
+
+disk = functools.partial(writing, do="make room there or choose another --out, and start again to continue")
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,6 @@ class Progress:
     empty: int = 0
     skipped: int = 0
     first_skipped: str = ""
-
-
-@contextlib.contextmanager
-def disk(folder: Path) -> Iterator[None]:
-    """Refuse in a sentence a full disk or a folder that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error
-        what_to_do = "make room there or choose another --out, and start again to continue"
-        raise UserError(f"{folder} cannot be written ({why}): {what_to_do}") from None
 
 
 class Work:

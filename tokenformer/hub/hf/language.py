@@ -107,6 +107,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = TokenFormerConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _can_compile_fullgraph = True
@@ -197,9 +198,8 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
             else:
                 hidden = self.model.hidden(**inputs)
                 if targets is None:
-                    hidden = hidden[
-                        :, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-                    ]
+                    kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+                    hidden = hidden[:, kept]
                 logits = self.model.logits(hidden)
         if targets is not None:
             if loss is None:
@@ -207,9 +207,8 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
                 loss, count = F.cross_entropy(exact, targets.flatten(), reduction="sum"), (targets != IGNORED).sum()
             items = kwargs.get("num_items_in_batch")
             loss = loss / (count.clamp(min=1) if items is None else torch.as_tensor(items, device=loss.device))
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=past, hidden_states=cast(Any, tuple(states) or None)
-        )
+        seen: Any = tuple(states) or None
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past, hidden_states=seen)
 
     def _mask(self, given: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:
         """Return what each position sees, or None where that is causal attention (then flash attention is used)."""
@@ -250,12 +249,6 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
                 seed, name = int(torch.randint(2**31, (), device="cpu")), names.get(id(parameter), "embedding.weight")
                 parameter.copy_(initial(name, tuple(parameter.shape), self.model.config, seed, self.model.ends))
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.model.embedding = value
-
     def get_output_embeddings(self) -> nn.Module | None:
         return self.model.head
 
@@ -268,9 +261,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         return embedding
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Write the modelling file too, so that the folder loads without our package; remove the manifest of what is
-        replaced.
-        """
+        """Write the modelling file too, so that the folder loads without our package; remove an old manifest."""
         if is_main_process:
             (Path(save_directory) / MANIFEST).unlink(missing_ok=True)
             write_text(Path(save_directory) / FILE, modeling_source())

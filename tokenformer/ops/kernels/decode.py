@@ -146,11 +146,11 @@ def _values(
 
 
 @jit
-def _rotated(x, c, cosine, sine, HALF: tl.constexpr, C: tl.constexpr):
-    """Channels c of one head, rotated; `sine` has its sign already."""
+def _rotated(x, c, inside, cosine, sine, HALF: tl.constexpr):
+    """Channels c of a head, rotated, where they are `inside`; `sine` has its sign already."""
     other = tl.where(c < HALF, c + HALF, c - HALF)
-    y = tl.load(x + c, mask=c < C, other=0.0).to(tl.float32) * cosine
-    return y + tl.load(x + other, mask=c < 2 * HALF, other=0.0).to(tl.float32) * sine
+    y = tl.load(x + c, mask=inside, other=0.0).to(tl.float32) * cosine
+    return y + tl.load(x + other, mask=inside & (c < 2 * HALF), other=0.0).to(tl.float32) * sine
 
 
 @jit
@@ -203,8 +203,8 @@ def _attention(
     if PDL:
         gdc_wait()
     qkv += unit * C
-    q = _rotated(qkv, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
-    k = _rotated(qkv + batch * H * C, c, cosine, sine, HALF, C).to(keys.dtype.element_ty)
+    q = _rotated(qkv, c, inside, cosine, sine, HALF).to(keys.dtype.element_ty)
+    k = _rotated(qkv + batch * H * C, c, inside, cosine, sine, HALF).to(keys.dtype.element_ty)
     v = tl.load(qkv + 2 * batch * H * C + c, mask=inside, other=0.0).to(values.dtype.element_ty)
     own = tl.sum(q.to(tl.float32) * k.to(tl.float32), 0) * scale
     q = tl.broadcast_to(q[None, :], (16, CP))
@@ -283,18 +283,13 @@ def _fill_cache(
     h = tl.arange(0, HP)[:, None]
     c = tl.arange(0, CP)[None, :]
     inside = (h < H) & (c < C)
-    turned = inside & (c < 2 * HALF)
-    other = tl.where(c < HALF, c + HALF, c - HALF)
     cosine, sine = _angles(cos, sin, start + t, c, HALF)
     at = qkv + (b * length + t).to(tl.int64) * H * C + h * C
     far = rows.to(tl.int64) * H * C
     slot = ((b * H + h).to(tl.int64) * slots + start + t) * C + c
-    y = tl.load(at + c, mask=inside, other=0.0).to(tl.float32) * cosine
-    y += tl.load(at + other, mask=turned, other=0.0).to(tl.float32) * sine
-    tl.store(q + ((b * H + h).to(tl.int64) * length + t) * C + c, y, mask=inside)
-    y = tl.load(at + far + c, mask=inside, other=0.0).to(tl.float32) * cosine
-    y += tl.load(at + far + other, mask=turned, other=0.0).to(tl.float32) * sine
-    tl.store(keys + slot, y, mask=inside)
+    to = q + ((b * H + h).to(tl.int64) * length + t) * C + c
+    tl.store(to, _rotated(at, c, inside, cosine, sine, HALF), mask=inside)
+    tl.store(keys + slot, _rotated(at + far, c, inside, cosine, sine, HALF), mask=inside)
     tl.store(values + slot, tl.load(at + 2 * far + c, mask=inside), mask=inside)
 
 

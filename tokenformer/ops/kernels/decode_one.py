@@ -11,14 +11,12 @@ Legend: D d_in, N parameter tokens of a member (each segment padded to 64), E d_
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenformer.ops.kernels.decode import _gelu, _scale, ceil_div, next_power_of_2
+from tokenformer.ops.kernels.decode import _gelu, _scale, ceil_div, jit, next_power_of_2
 
-jit: Any = triton.jit
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
