@@ -31,6 +31,8 @@ def copied(page: Path) -> str:
 
     def keep(link: re.Match) -> str:
         target = Path(os.path.normpath(page.parent / link[2]))
+        if not (ROOT / target).exists():
+            sys.exit(f"{page} links to {link[2]}, which is not there")
         return link[0] if target in known else link[1] if link[1].startswith("`") else f"{link[1]} (`{target}`)"
 
     known = set(pages())
@@ -46,10 +48,11 @@ def main() -> int:
         for picture in pictures(page):
             shutil.copy(ROOT / picture, PAGES / picture)
     shutil.copy(ROOT / "docs/site.css", PAGES / "docs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", "docs/mkdocs.yml", "-d", str(SITE)]
-    code = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode
-    print(SITE / "index.html" if code == 0 else "the site was not made")
-    return code
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", "-d", str(SITE)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
+    print(f"{SITE}/index.html" if done.returncode == 0 else done.stderr)
+    return done.returncode
 
 
 if __name__ == "__main__":
