@@ -107,16 +107,31 @@ def test_killed_and_resumed_with_other_workers_it_ends_in_the_same_bits(file, tm
     assert [r["loss"] for r in metrics[0]] == [r["loss"] for r in metrics[1]]
 
 
+def two_ranks(how: str, *arguments: object) -> list[int]:
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = (*arguments, "parallel.shard=2", "micro_batch=2")
+    both = [child(how, *words, RANK=str(rank), LOCAL_RANK=str(rank), **ranks) for rank in range(2)]
+    return [process.wait() for process in both]
+
+
+@pytest.mark.multi
+def test_two_ranks_killed_and_resumed_with_other_workers_end_in_the_same_bits(file, tmp_path):
+    assert two_ranks("train(*sys.argv[1:])", file, tmp_path / "whole", GROWS) == [0, 0]
+    killed = two_ranks("train(*sys.argv[1:], task=Dying)", file, tmp_path / "run", GROWS, "data.workers=1")
+    assert killed == [-signal.SIGKILL] * 2 and newest_whole(tmp_path / "run").name == "step-00000008"
+    assert two_ranks("train(*sys.argv[1:], resume=True)", file, tmp_path / "run", GROWS) == [0, 0]
+    assert same(result(tmp_path / "whole"), result(tmp_path / "run"))
+    one, other = averaged(tmp_path / "whole"), averaged(tmp_path / "run")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.multi
 def test_over_two_ranks_it_is_the_same_run(file, tmp_path):
     plain = "data.images.randaugment_ops=0"  # which moves pixels in single precision
     with default_dtype("float64"):
         train(file, tmp_path / "one", GROWS, plain)
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     how = "torch.set_default_dtype(torch.float64); train(*sys.argv[1:])"
-    arguments = (file, tmp_path / "two", GROWS, plain, "parallel.shard=2", "micro_batch=2")
-    both = [child(how, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), **ranks) for rank in range(2)]
-    assert [process.wait() for process in both] == [0, 0]
+    assert two_ranks(how, file, tmp_path / "two", GROWS, plain) == [0, 0]
     one, two = result(tmp_path / "one"), result(tmp_path / "two")
     one["average"], two["average"] = averaged(tmp_path / "one"), averaged(tmp_path / "two")
     for part in ("model", "optim", "average"):

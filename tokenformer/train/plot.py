@@ -49,7 +49,13 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
     run = Path(run)
     if not (run / "metrics.jsonl").is_file():
         raise UserError(f"{run} has no metrics.jsonl: give the folder of a run")
-    rows = read_rows(run)
+    try:
+        return _curve(run, read_rows(run), axis, name)
+    except (ArithmeticError, LookupError, StopIteration, TypeError, ValueError):
+        raise UserError(f"{run / 'metrics.jsonl'} has rows that no run writes: mend it or move it away") from None
+
+
+def _curve(run: Path, rows: list[dict], axis: str, name: str | None) -> Curve:
     train = [row for row in rows if row["kind"] == "train" and row.get("loss") is not None]
     if not train:
         raise UserError(f"{run / 'metrics.jsonl'} has no training rows yet: wait for the first log line")
@@ -71,19 +77,19 @@ def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> 
     facts = {
         "steps": last["step"],
         unit: last[unit],
-        "training loss": last["loss"],
-        "validation loss": validation[-1]["loss"] if validation else None,
-        f"{unit}/s": sorted(row[f"{unit}_per_second"] for row in train)[len(train) // 2],
+        "training loss": float(last["loss"]),
+        "validation loss": float(validation[-1]["loss"]) if validation else None,
+        f"{unit}/s": sorted(float(row[f"{unit}_per_second"]) for row in train)[len(train) // 2],
         "skipped steps": sum(row["kind"] == "event" and row.get("what") == "skipped" for row in rows),
     }
     return Curve(
         name or run.name,
         unit,
-        [(at(row["step"]), row["loss"]) for row in train],
-        [(at(row["step"]), row["loss"]) for row in validation],
-        [Growth(at(row["step"]), str(row.get("to", "")), row.get("losses") or []) for row in growths],
+        [(at(row["step"]), float(row["loss"])) for row in train],
+        [(at(row["step"]), float(row["loss"])) for row in validation],
+        [Growth(at(row["step"]), str(row.get("to", "")), list(map(float, row.get("losses") or []))) for row in growths],
         facts,
-        samples[-1] if samples else "",
+        str(samples[-1]) if samples else "",
     )
 
 
