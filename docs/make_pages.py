@@ -4,8 +4,8 @@ A test compares both with what the code says today; after a change of keys or op
 """
 
 import argparse
-import os
 import re
+from functools import partial
 from pathlib import Path
 
 from tokenformer.cli.main import build_parser
@@ -57,10 +57,16 @@ def commands_page() -> str:
         "prints the same. The first steps: [tutorial](tutorial.md).\n",
     ]
     for name, parser in subcommands(build_parser()).items():
-        lines += [f"## {name}\n", f"```\n{parser.format_help().strip()}\n```\n"]
+        lines += [f"## {name}\n", help_block(parser)]
         for action, inner in subcommands(parser).items():
-            lines += [f"### {name} {action}\n", f"```\n{inner.format_help().strip()}\n```\n"]
+            lines += [f"### {name} {action}\n", help_block(inner)]
     return MADE + "\n".join([*lines, HOME])
+
+
+def help_block(parser: argparse.ArgumentParser) -> str:
+    """Return a parser's help as a block, on any terminal and with any Python 98 columns wide and without colours."""
+    parser.formatter_class, parser.color = partial(parser.formatter_class, width=98), False
+    return f"```\n{parser.format_help().strip()}\n```\n"
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -73,6 +79,5 @@ def main() -> None:
     (HERE / "commands.md").write_text(commands_page(), encoding="utf-8")
 
 
-os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}  # argparse wraps by the first; the second: without colours
 if __name__ == "__main__":
     main()

@@ -83,7 +83,9 @@ def words_of(command: str) -> list[str]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """Return a training command with fewer steps and, where a large preset is named, with a small model."""
+    """Return a command with fewer steps or questions and, where a large preset is named, with a small model."""
+    if words[0] == "eval" and "--tasks" in words:
+        return [*words, "--limit", "1"]
     if words[0] not in ("train", "compare") or "--resume" in words or "--keys" in words:
         return words
     large = any(re.fullmatch(r"(lm|grow|vision)/.*", word) and word != "lm/3m" for word in words)
@@ -202,7 +204,7 @@ def run_page(page: str, capsys, monkeypatch, shorten=shortened) -> None:
                     continue
                 capsys.readouterr()
                 if command.startswith("python -m tokenformer.eval.harness"):
-                    monkeypatch.setattr(sys, "argv", shlex.split(command)[2:])
+                    monkeypatch.setattr(sys, "argv", [*shlex.split(command)[2:], "--limit", "1"])
                     code = harness.main()
                 else:
                     code = main(shorten(words_of(command)))
