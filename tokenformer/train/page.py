@@ -21,12 +21,19 @@ def write_page(
 ) -> None:
     """Write a self-contained HTML file: notes (plain paragraphs), curves, a table, the last sample of each run."""
     body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(note)}</p>" for note in notes)]
-    body += [chart(curves, axis), table(curves)]
+    facts = list(dict.fromkeys(name for curve in curves for name in curve.facts))
+    rows = [[curve.name, *map(curve.facts.get, facts)] for curve in curves]
+    body += [chart(curves, axis), table(["run", *facts], rows)]
     for curve in curves:
         if curve.sample:
             body += [f"<h2>Sample: {html.escape(curve.name)}</h2>", f"<pre>{html.escape(curve.sample)}</pre>"]
+    write_text(path, page(title, body))
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """Return the text of a page: its parts in our style."""
     template = string.Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
-    write_text(path, template.substitute(title=html.escape(title), body="\n".join(body)))
+    return template.substitute(title=html.escape(title), body="\n".join(body))
 
 
 def chart(curves: list[Curve], axis: str) -> str:
@@ -95,10 +102,8 @@ def chart(curves: list[Curve], axis: str) -> str:
     )
 
 
-def table(curves: list[Curve]) -> str:
-    names = list(dict.fromkeys(name for curve in curves for name in curve.facts))
-    rows = [[curve.name, *map(curve.facts.get, names)] for curve in curves]
-    lines = [(["run", *names], "th"), *((row, "td") for row in rows)]
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [(head, "th"), *((row, "td") for row in rows)]
     cells = ["".join(f"<{tag}>{html.escape(show(cell))}</{tag}>" for cell in row) for row, tag in lines]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in cells) + "</table>"
 
