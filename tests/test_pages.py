@@ -184,7 +184,17 @@ def before_images() -> None:
     assert main(shortened(["train", "examples/icons/icons.yml", "--out", "runs/imagenet"])) == 0
 
 
+def before_adapters() -> None:
+    prepared("prepared/books")
+    hub.save(small(), "base", tokenizer_json=ByteTokenizer().to_json())
+    words = ["train", "base", "data.path=prepared/books", "adapter.qkv_tokens=2", "--out", "runs/poems"]
+    assert main(shortened(words)) == 0 and main(["adapter", "add", "runs/poems", "--out", "poems"]) == 0
+    (lines,) = (text for language, text in blocks("adapters.md") if language == "json")
+    Path("in.jsonl").write_text(lines)
+
+
 BEFORE = {  # what a page takes for granted
+    "adapters.md": before_adapters,
     "data.md": before_data,
     "evaluation.md": before_evaluation,
     "finetune.md": before_finetune,
