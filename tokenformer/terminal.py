@@ -71,9 +71,11 @@ def meter(title: str, total: float | None) -> Iterator[Callable[[float, str], No
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-        more = (TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-        with Progress(*columns, *more, console=Console(stderr=True), transient=True) as bar:
+        percent, left = TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn()
+        columns = [TextColumn("{task.description}"), BarColumn(), percent, TextColumn("{task.fields[note]}"), left]
+        if not total:
+            columns = [column for column in columns if column not in (percent, left)]
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(title, total=total, note="")
             yield lambda done, note: bar.update(task, completed=done, note=note)
         return

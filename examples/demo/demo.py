@@ -20,6 +20,11 @@ from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
 
 HERE, RUN = Path(__file__).parent, Path("runs/demo")
+WHAT = (
+    "Two small language models learn to write like Shakespeare, letter by letter, on the same text. One has its final "
+    "size from the beginning. The other begins smaller and gets the rest of its parameters on the way, at the dashed "
+    "line. The lower a line, the better the model guesses the next letter; across is what the training has cost so far."
+)
 SEED = (
     "One seed each, and a toy of one token per parameter: this shows how growth goes, not what it is worth at a real "
     "size (experiments/progressive)."
@@ -48,8 +53,8 @@ def main() -> None:
         if Trainer(config, folder, resume=True).run() is not None:
             sys.exit(130)  # interrupted, and saved
         curves.append(read_curve(folder, "compute", name=name))
-    notes = [*jumps(), compared(*curves)]
-    title = "A TokenFormer that grows on the way, on tiny Shakespeare"
+    notes = [WHAT, *jumps(), compared(*curves)]
+    title = "A language model that grows while it learns"
     write_page(RUN / "report.html", curves, "compute", title=title, notes=notes)
     print()
     rows = [[c.name, f"{c.facts['validation loss']:.4f}", f"{c.facts['steps']:,}", f"{flops(c):.3g}"] for c in curves]
@@ -62,8 +67,8 @@ def jumps() -> list[str]:
     """What each growth did to the validation loss, from the run's own record."""
     found = [row for row in read_rows(RUN) if row.get("what") == "growth"]
     return [
-        f"Growth to {row['to']} parameters at step {row['step']}: validation loss {row['losses'][0]:.6f} before, "
-        f"{row['losses'][1]:.6f} after."
+        f"At step {row['step']} the model grows to {row['to']} parameters. Its loss on text that it has not seen is "
+        f"{row['losses'][0]:.6f} just before (the ring) and {row['losses'][1]:.6f} just after (the dot)."
         for row in found
     ]
 

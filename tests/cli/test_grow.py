@@ -1,5 +1,6 @@
 """`tokenformer grow`: the certificate, official weights, one sentence for what cannot be, and the memory it takes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -35,11 +36,33 @@ def test_grow_prints_a_certificate_and_writes_a_folder_that_computes_the_same(fo
     assert said.index("verifying holds both models") < said.index("rule:")  # memory is said first
     assert "qkv zero_key, ffn segment" in said and "exact up to rounding" in said
     assert "random tokens" in said and "text.txt" in said and "within two steps" in said
+    *_, verdict, last = said.splitlines()
+    assert verdict.startswith("computes the same: yes, largest change ") and "parameters" in last
+    held = json.loads((folder / "new" / "certificate.json").read_text())
+    assert held["same"] and held["largest_change"] < 1e-5 and set(held["on"]) == {"random tokens", "text.txt"}
+    page = (folder / "new" / "certificate.html").read_text()
+    assert verdict in page and "text.txt" in page and "<td>ffn: value tokens</td>" in page
     old, new = load(folder / "old"), load(out)
     ids = torch.randint(384, (2, 32), generator=torch.Generator().manual_seed(0))
     assert torch.allclose(old(ids).logits, new(ids).logits, atol=1e-6)
     assert new.history[0]["after"] == {"layers": 3, "qkv_tokens": 24, "proj_tokens": 16, "ffn_tokens": 64}
     assert (folder / "new" / "tokenizer.json").is_file()
+
+
+def test_a_growth_that_changes_the_model_is_certified_as_that(folder, capsys):
+    words = ["grow", str(folder / "old"), "--ffn-tokens", "64", "--new-tokens", "random", "--out", str(folder / "new")]
+    assert main(words) == 0
+    assert "computes the same: no, largest change 0." in capsys.readouterr().out
+    assert not json.loads((folder / "new" / "certificate.json").read_text())["same"]
+
+
+def test_a_prepared_set_is_a_text_to_verify_on(folder, capsys):
+    words = [str(folder / "text.txt"), "--out", str(folder), "--name", "set", "--tokenizer", "byte", "--workers", "1"]
+    assert main(["prepare", *words]) == 0
+    for verb, size in ("grow", "64"), ("shrink", "16"):
+        words = [verb, str(folder / "old"), "--ffn-tokens", size, "--text", str(folder / "set"), "--out"]
+        assert main([*words, str(folder / verb)]) == 0
+        assert "set" in capsys.readouterr().out
 
 
 def test_without_verifying_the_folder_is_the_same(folder):

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tokenformer.cli.main import main
-from tokenformer.train.plot import bounds, read_curve
+from tokenformer.train.plot import Growth, bounds, read_curve
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def runs(tmp_path):
                 rows.append({"kind": "validation", "step": step, "loss": loss + 0.1})
         rows.append({"kind": "train", "step": 101, "loss": None, "tokens_per_second": 10.0, "tokens": 6464})
         if grown:
-            rows.append({"kind": "event", "step": 60, "what": "growth", "to": "2 × 96 tokens"})
+            rows.append({"kind": "event", "step": 60, "what": "growth", "to": "2 × 96 tokens", "losses": [2.2, 2.3]})
         rows.append({"kind": "sample", "step": 100, "text": "<script>alert(1)</script>"})
         (tmp_path / name).mkdir()
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -44,8 +44,10 @@ def test_curves_lie_where_the_axis_says(runs, axis, right):
     curve = read_curve(runs[1], axis)
     assert len(curve.train) == 100 and curve.train[-1][0] == pytest.approx(right)
     assert [x / right for x, _ in curve.validation] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert curve.growths == [(pytest.approx(0.6 * right), "2 × 96 tokens")]
-    assert bounds([curve])[2] < 4  # the 90 of the first step is cut off
+    assert curve.growths == [Growth(pytest.approx(0.6 * right), "2 × 96 tokens", [2.2, 2.3])]
+    assert bounds([curve])[2] < 2.5  # the fall of the first tenth, from 90 to 2.3, is cut off
+    curve.growths[0].losses[1] = 7.0
+    assert bounds([curve])[2] > 7  # but a jump at a growth is shown
 
 
 def test_a_run_that_counts_images_is_drawn_over_images(runs, tmp_path, capsys):
@@ -83,12 +85,31 @@ def test_the_page_is_self_contained_and_names_are_escaped(runs, tmp_path):
     assert not re.search(r"""(src|href)=|@import|url\(["']?http|https?://""", raw)  # nothing is fetched
     assert [tag for tag, _ in page.tags].count("script") == 1 and "alert(1)" in page.text  # text stays text
     growths = [attrs for tag, attrs in page.tags if attrs.get("class") == "grow"]
-    assert len(growths) == 1 and "grown to 2 × 96 tokens" in page.text
+    assert len(growths) == 1 and "grown to 2 × 96 tokens, loss 2.200 → 2.300" in page.text
     chart = next(attrs for _, attrs in page.tags if attrs.get("class") == "chart")
     data = json.loads(chart["data-curves"])
     assert [len(curve["train"]) for curve in data["curves"]] == [100, 100]
-    assert len([1 for tag, _ in page.tags if tag == "circle"]) == 8  # validations
-    assert "T & <i>" in page.text
+    assert len([1 for tag, _ in page.tags if tag == "circle"]) == 10  # validations, and before and after growth
+    assert "T & <i>" in page.text and "Sample: a <b> & c" in page.text
+    for name in ("plain", "a <b> & c"):
+        assert f"{name}, training" in page.text and f"{name}, validation" in page.text
+    used = set(re.findall(r"var\((--c\d)\)", raw))
+    light, dark = (set(re.findall(r"(--c\d):", part)) for part in raw.split("prefers-color-scheme: dark")[:2])
+    assert used and used <= light and used <= dark
+
+
+def test_names_title_and_axis(runs, tmp_path, capsys):
+    out = tmp_path / "x.html"
+    assert main(["plot", *map(str, runs), "--names", "small,large", "--out", str(out)]) == 0
+    page = out.read_text()
+    assert "<h1>Loss of small and large</h1>" in page and ">training FLOPs</text>" in page
+    assert main(["plot", str(runs[0]), "--out", str(out)]) == 0
+    assert ">step</text>" in out.read_text()
+    assert main(["plot", str(runs[1]), "--out", str(out)]) == 0  # it grew: steps before and after cost differently
+    assert ">training FLOPs</text>" in out.read_text()
+    capsys.readouterr()
+    assert main(["plot", str(runs[0]), "--names", "a,b", "--out", str(out)]) == 2
+    assert "--names gives 2 names for 1 runs: give one for each" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

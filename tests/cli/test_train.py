@@ -9,6 +9,7 @@ import pytest
 from tests.train.conftest import config_file, one_thread, prepared, tiny  # noqa: F401 (fixtures)
 from tokenformer.cli.main import main
 from tokenformer.hub.run_folder import all_steps
+from tokenformer.train.report import read_rows
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -55,6 +56,22 @@ def test_an_existing_run_and_another_architecture_are_refused(config_file, tmp_p
     capsys.readouterr()
     assert "is there already" in refused(capsys, str(config_file), "--out", run)
     assert "another model" in refused(capsys, str(config_file), "model.layers=1", "--resume", "--out", run)
+
+
+def test_a_resumed_run_says_what_is_left_and_what_other_steps_do_to_the_rate(config_file, tmp_path, capsys):  # noqa: F811
+    run = str(tmp_path / "run")
+
+    def said(*words: str) -> str:
+        assert main(["train", *words]) == 0
+        return capsys.readouterr().out
+
+    schedule = "schedule={kind: linear, warmup: 0, floor: 0, steps: null}"
+    said(str(config_file), "steps=4", schedule, "log.every=1", "--out", run)
+    assert "all 4 steps are done: give more, such as steps=8, to train on" in said(run, "--resume")
+    longer = "the schedule now ends at step 8: the learning rate goes on at 0.002, not 0"
+    assert f"{longer} (schedule.steps=4 would keep it)" in said(run, "--resume", "steps=8")
+    assert read_rows(Path(run))[-2]["rate"] == pytest.approx(0.004 / 8)  # of the last step
+    assert "the learning rate goes on as it would have" in said(run, "--resume", "steps=9", "schedule.kind=constant")
 
 
 @pytest.mark.parametrize("setting", ["inductor", "true"])

@@ -162,3 +162,10 @@ def test_many_documents_count_all_whatever_the_batch(model):
     assert nats(one) == pytest.approx(nats(many)) and nats(one) == pytest.approx(
         sum(by_hand(model, document.ids, 16, 16) for document in documents[:5]) * 26
     )
+
+
+def test_progress_is_made_inside_of_a_long_document(model):
+    seen: list[float] = []
+    document = Document(list(range(1, 40)) * 3, 117)
+    found = perplexity(model, [document], 0, context=8, stride=4, batch=2, advance=seen.append)
+    assert sum(seen) == found["tokens"] == 117 and len(seen) > 10

@@ -119,9 +119,10 @@ def test_every_new_token_has_gradient_within_two_steps(rule):
     growth = planned(model, qkv_tokens=48, proj_tokens=40, ffn_tokens=96, new_tokens=rule)
     seen = gradient(apply_plan(model, growth), random_ids(8, 32), growth)
     assert len(seen) == 10 and all(a.within_two == a.rows > 0 for a in seen.values())
-    first, later = ("values", "keys") if rule == "segment" else ("keys", "values")
+    first, later = ("value", "key") if rule == "segment" else ("key", "value")
     if rule in ("segment", "zero_key"):  # one half at once, the other at the second step
-        assert seen[f"ffn {first}"].at_once == seen[f"ffn {first}"].rows and seen[f"ffn {later}"].at_once == 0
+        at_once, second = (seen[f"ffn: {kind} tokens"] for kind in (first, later))
+        assert at_once.at_once == at_once.rows and second.at_once == 0
 
 
 def test_zero_keys_beside_values_that_never_trained_are_not_dead():

@@ -48,6 +48,34 @@ def test_the_baselines_come_back_bit_equal(tmp_path, kind):
     assert torch.equal(load(tmp_path / "m")(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.parametrize(("size", "files"), [(5000, 17), ("5KB", 17), ("9 KB", 10), ("1GB", 1)])
+@pytest.mark.parametrize("format", ["ours", "hf"])
+def test_weights_go_into_files_of_the_size_that_is_asked_for(tmp_path, format, size, files):
+    model = LanguageModel(SEGMENTED)
+    save(model, tmp_path / "m", format=format, max_shard_size=size)
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) == files
+    assert torch.equal(load(tmp_path / "m")(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("size", ["five", 0, "-1MB", "1.5GB"])
+def test_a_size_of_files_that_is_none_is_refused(tmp_path, size):
+    with pytest.raises(UserError, match="give a number of bytes, or such as '500MB'"):
+        save(LanguageModel(SEGMENTED), tmp_path / "m", max_shard_size=size)
+
+
+@pytest.mark.parametrize("format", ["ours", "hf", "official"])
+def test_what_is_saved_is_readable_as_the_umask_says(tmp_path, format):
+    plain = ModelConfig(layers=1, dim=32, heads=2, qkv_tokens=8, proj_tokens=8, ffn_tokens=8, vocab=64)
+    before = os.umask(0o027)
+    try:
+        save(LanguageModel(plain), tmp_path / "m", format=format)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "m").rglob("*")}
+    assert set(modes.values()) == {"0o640"}, modes
+    assert (tmp_path / "m").stat().st_mode & 0o777 == 0o750
+
+
 def test_nothing_is_overwritten(tmp_path):
     model = LanguageModel(SEGMENTED)
     (tmp_path / "m").mkdir()

@@ -10,7 +10,8 @@ from tokenformer.train.schedule import factor
 @pytest.mark.parametrize("name", presets())
 def test_a_preset_carries_its_recipe(name):
     raw, config = read(name), load(name)
-    assert {"steps", "batch", "micro_batch", "optimizer", "schedule"} <= raw.keys()
+    laptop = name == "lm/3m"  # any batch that a user gives fits at once
+    assert {"steps", "batch", "optimizer", "schedule", *(() if laptop else ("micro_batch",))} <= raw.keys()
     assert {"kind", "rate"} <= raw["optimizer"].keys()
     assert with_batch_sizes(config, world=8).batch == raw["batch"]
     said = find(name).read_text()

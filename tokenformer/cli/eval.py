@@ -215,7 +215,7 @@ def measure_text(model, tokenizer, text: str, how: dict[str, Any], args: argpars
     shares = how["shares"] or [1.0]
     documents = open_documents(text, tokenizer, args.limit, field=args.field, part=args.part, shares=shares)
     window = {"context": how["context"], "stride": how["stride"], "batch": max(1, args.batch_tokens // how["context"])}
-    with progress(f"reading {Path(text).name}", None, " bytes") as advance:
+    with progress(f"measuring {Path(text).name}", None, " tokens") as advance:
         return perplexity(model, documents, tokenizer.end_of_document, **window, advance=advance)
 
 

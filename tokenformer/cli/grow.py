@@ -7,7 +7,9 @@ tokenformer grow my-folder --layers 24 --no-verify --out deeper
 
 import argparse
 import dataclasses
+import html
 import itertools
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +47,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import torch
 
-    from tokenformer import hub
     from tokenformer.config import load
     from tokenformer.config_growth import Growth
     from tokenformer.files import refuse_existing
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.growth.model import apply_plan
     from tokenformer.growth.plan import plan_growth
     from tokenformer.growth.verify import verify
-    from tokenformer.hub.folder import write_folder
+    from tokenformer.hub.folder import save_folder, write_folder
     from tokenformer.hub.open import open_model
     from tokenformer.models import build, cost
 
@@ -90,8 +91,8 @@ def run(args: argparse.Namespace) -> None:
         if args.text:
             ids[args.text.name] = text_ids(args.text, opened, 1 << 13)
         bigger = apply_plan(opened.model, plan, share=True)
-        show({what: verify(opened.model, bigger, i, plan) for what, i in ids.items()}, plan)
-        hub.save(bigger, args.out, tokenizer_json=opened.tokenizer_json, force=args.force)
+        found = {what: verify(opened.model, bigger, i, plan) for what, i in ids.items()}
+        save_folder(bigger, args.out, opened.tokenizer_json, args.force, more=certify(found, plan, args.out.name))
     print(f"{args.out}: {before:,} → {after:,} parameters")
 
 
@@ -150,19 +151,35 @@ def text_ids(path: Path, opened: "Opened", tokens: int) -> "Tensor":
     return torch.tensor(encoded[: rows * length]).view(rows, length)
 
 
-def show(certificates: dict[str, "Certificate"], plan: "Plan") -> None:
-    """Print what verifying found."""
+def certify(certificates: dict[str, "Certificate"], plan: "Plan", name: str) -> dict[str, str]:
+    """Print what verifying found, and return it as files: certificate.json and a page."""
     from tokenformer.terminal import table
+    from tokenformer.train import page
 
     rule = ", ".join(f"{which} {name}" for which, name in plan.event["rule"].items())
     added = f", new blocks at {plan.event['new_layers']}" if plan.event["new_layers"] else ""
     promise = "exact up to rounding" if plan.exact else "changes the function"
-    print(f"rule: {rule or 'identity blocks'}{added}: {promise}")
-    rows = [
+    said = f"rule: {rule or 'identity blocks'}{added}: {promise}"
+    moved = [
         [what, f"{c.logit_absolute:.2e}", f"{c.logit_relative:.2e}", f"{c.loss_before:.6f}", f"{c.loss_after:.6f}"]
         for what, c in certificates.items()
     ]
-    table(["on", "largest change of a logit", "relative", "loss before", "after"], rows)
     gradient = list(certificates.values())[-1].gradient
-    rows = [[what, a.rows, a.at_once, a.within_two] for what, a in gradient.items()]
-    table(["new", "rows", "learn at once", "within two steps"], rows)
+    learn = [[what, a.rows, a.at_once, a.within_two] for what, a in gradient.items()]
+    tables = [
+        (["on", "largest change of a logit", "relative", "loss before", "after"], moved),
+        (["new rows", "how many", "learn at once", "within two steps"], learn),
+    ]
+    same = all(c.same for c in certificates.values())
+    largest = max(c.logit_absolute for c in certificates.values())
+    verdict = f"computes the same: {'yes' if same else 'no'}, largest change {largest:.2g}"
+    print(said)
+    for head, rows in tables:
+        table(head, rows)
+    print(verdict)
+    held = {what: dataclasses.asdict(c) for what, c in certificates.items()}
+    about = {"same": same, "largest_change": largest, "exact_by_rule": plan.exact, "event": plan.event, "on": held}
+    body = [f"<h1>{html.escape(name)} {verdict}</h1>", f"<p>{html.escape(said)}</p>"]
+    body += [page.table(head, rows) for head, rows in tables]
+    written = page.page(f"Certificate of {name}", body)
+    return {"certificate.json": json.dumps(about, indent=1) + "\n", "certificate.html": written}

@@ -1,7 +1,7 @@
 """Draw the loss curves of one or several runs.
 
 example: tokenformer plot runs/demo
-         tokenformer plot runs/a runs/b --out compare.png --x tokens
+         tokenformer plot runs/a runs/b --names "small,large" --title "Two sizes" --out compare.png
 
 Without --out a picture and a page are written into the (first) run's folder: curves.png and curves.html.
 """
@@ -13,9 +13,10 @@ from pathlib import Path
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--out", action="append", metavar="FILE", help="a .png or .html file; may be given twice")
-    across = "step (default), hours, compute, or what the runs count: tokens, images, …"
-    parser.add_argument("--x", metavar="AXIS", default="step", help=across)
-    parser.add_argument("--title", default="", help="title of the picture")
+    across = "step, hours, compute, or what the runs count: tokens, images, … (default: compute where models differ)"
+    parser.add_argument("--x", metavar="AXIS", help=across)
+    parser.add_argument("--title", default="", metavar="TEXT", help="title of picture and page")
+    parser.add_argument("--names", metavar="A,B", help="names of the runs, in their order (default: their folders')")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -30,10 +31,16 @@ def run(args: argparse.Namespace) -> None:
         if path.suffix not in (".png", ".html"):
             raise UserError(f"{path} is neither a .png nor a .html file: give --out a name with one of these endings")
         check_writable(path)
-    curves = [read_curve(r, args.x) for r in args.runs]
+    names = args.names.split(",") if args.names else [None] * len(args.runs)
+    if len(names) != len(args.runs):
+        raise UserError(f"--names gives {len(names)} names for {len(args.runs)} runs: give one for each")
+    grown = len(args.runs) > 1 or any(read_curve(run).growths for run in args.runs)
+    axis = args.x or ("compute" if grown else "step")
+    curves = [read_curve(run, axis, name) for run, name in zip(args.runs, names, strict=True)]
+    title = args.title or f"Loss of {' and '.join(c.name for c in curves)}"
     for path in paths:
         if path.suffix == ".png":
-            draw_png(curves, path, args.x, args.title)
+            draw_png(curves, path, axis, title)
         else:
-            write_page(path, curves, args.x, args.title or ", ".join(c.name for c in curves))
+            write_page(path, curves, axis, title)
         print(path)

@@ -23,7 +23,7 @@ from tokenformer.data.text.reading import Reading, read_units
 from tokenformer.data.text.sets import check_set_tokenizer
 from tokenformer.data.text.tokenizer import Tokenizer
 from tokenformer.errors import UserError
-from tokenformer.eval.ranks import spread
+from tokenformer.eval.ranks import spread, world
 from tokenformer.models import LanguageModel
 
 
@@ -79,7 +79,9 @@ def window(longest: int, context: int | None, stride: int | None) -> tuple[int, 
 
 
 @torch.no_grad()
-def window_nats(model: LanguageModel, parts: Sequence[tuple[Tensor, int]], batch: int) -> list[float]:
+def window_nats(
+    model: LanguageModel, parts: Sequence[tuple[Tensor, int]], batch: int, advance: Callable[[int], object]
+) -> list[float]:
     """Return Σ −log p over the targets of each part (ids of a window and one more, how many at its end count)."""
     device, out = model.embedding.weight.device, []
     for at in range(0, len(parts), batch):
@@ -93,6 +95,7 @@ def window_nats(model: LanguageModel, parts: Sequence[tuple[Tensor, int]], batch
         hidden = model.hidden(inputs.to(device))
         pairs = zip(hidden, labels.to(device), strict=True)
         out += [model.loss(row, label)[0].item() for row, label in pairs]  # a sum per window
+        advance(sum(count for _, count in some))
     return out
 
 
@@ -106,13 +109,15 @@ def perplexity(
     batch: int = 8,
     advance: Callable[[float], object] = lambda count: None,
 ) -> dict[str, float]:
-    """Measure documents, each by itself after the token `first`; `stride` defaults to half the window."""
+    """Measure documents, each by itself after the token `first`; `stride` defaults to half the window. `advance` is
+    called with every number of tokens that were measured.
+    """
     context, stride = window(model.config.context, context, stride)
     begun, count, size, read, nats = time.perf_counter(), 0, 0, 0, 0.0
 
     def run(parts: list[tuple[Tensor, int]]) -> float:
         parts.sort(key=lambda part: len(part[0]))
-        return sum(spread(parts, lambda some: window_nats(model, some, batch)))
+        return sum(spread(parts, lambda some: window_nats(model, some, batch, lambda n: advance(n * world()))))
 
     held: list[tuple[Tensor, int]] = []
     for document in documents:
@@ -122,7 +127,6 @@ def perplexity(
         count, size, read = count + len(ids) - 1, size + document.bytes, read + 1
         if len(held) >= 64 * batch:
             nats, held = nats + run(held), []
-        advance(document.bytes)
     nats += run(held) if held else 0.0
     if count == 0:
         raise UserError("there is no text to measure: give a file or a prepared set that holds some")

@@ -33,21 +33,25 @@ class Certificate:
     loss_before: float
     loss_after: float
     rule: dict[str, str]
-    gradient: dict[str, Alive]  # such as `ffn keys` → how many learn
+    gradient: dict[str, Alive]  # such as `ffn: key tokens` → how many learn
+    same: bool  # logits differ by rounding at most
 
 
 def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> Certificate:
     """Run both on ids (B, T) or pixels (B, C, H, W) and compare; then see which new tokens learn within two steps."""
     absolute, largest = change(old, new, ids)
+    relative = absolute / max(largest, 1e-30)
+    coarsest = max(torch.finfo(parameter.dtype).eps for parameter in new.parameters())
     return Certificate(
         exact=plan.exact,
         logit_absolute=absolute,
-        logit_relative=absolute / max(largest, 1e-30),
+        logit_relative=relative,
         loss_before=loss(old, ids),
         loss_after=loss(new, ids),
         rule=plan.event["rule"],
         # a few rows show which tokens learn, at little memory
         gradient=gradient(new, ids[:1] if new.config.of == "image" else ids[:1, :129], plan),
+        same=relative <= min(0.05, 1000 * coarsest),
     )
 
 
@@ -108,6 +112,6 @@ def _new_rows(grad: Tensor, rows: int) -> Tensor:
 
 
 def _label(name: str, plan: Plan) -> str:
-    """What the certificate calls the rows of a parameter, such as `proj keys` or `ffn.up.weight`."""
+    """What the certificate calls the rows of a parameter, such as `proj: key tokens` or `ffn.up.weight`."""
     found = parse(name, plan.ends)
-    return f"{found.projection} {found.role.kind}s" if found.token else f"{found.part}.{found.leaf}"
+    return f"{found.projection}: {found.role.kind} tokens" if found.token else f"{found.part}.{found.leaf}"

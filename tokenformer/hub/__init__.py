@@ -1,5 +1,6 @@
 """Reads and writes weights: our folders, official files, Hugging Face. Every verb opens them through `open.py`."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,8 +37,13 @@ def save(
     format: str = "ours",
     tokenizer_json: str | None = None,
     force: bool = False,
+    max_shard_size: int | str | None = None,
 ) -> None:
-    """Write a model as `ours`, `hf` (loads with transformers) or `official`. Only `force` replaces a folder."""
+    """Write a model as `ours`, `hf` (loads with transformers) or `official`. Only `force` replaces a folder.
+
+    Weights go into files of at most `max_shard_size` bytes (such as "500MB"; 5 GB) each; `official` is one file always.
+    """
+    more: dict[str, Any] = {"tokenizer_json": tokenizer_json, "force": force}
     if format == "ours":
         from tokenformer.hub.folder import save_folder as write
     elif format == "hf":
@@ -46,4 +52,13 @@ def save(
         from tokenformer.hub.official import save_official as write
     else:
         raise UserError(f"format is '{format}', but must be one of {', '.join(FORMATS)}")
-    write(cast(Any, model), folder, tokenizer_json=tokenizer_json, force=force)
+    if max_shard_size is not None and format != "official":
+        more["max_shard_size"] = _bytes(max_shard_size)
+    write(cast(Any, model), folder, **more)
+
+
+def _bytes(size: int | str) -> int:
+    found = re.fullmatch(r"(\d+) ?([KMGT]?)B?", str(size))
+    if found is None or int(found[1]) == 0:
+        raise UserError(f"max_shard_size is {size}: give a number of bytes, or such as '500MB' or '5GB'")
+    return int(found[1]) * 1000 ** " KMGT".index(found[2] or " ")

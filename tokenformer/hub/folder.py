@@ -151,10 +151,20 @@ def sidecars(
     return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
 
 
-def save_folder(model: Any, folder: str | Path, tokenizer_json: str | None = None, force: bool = False) -> None:
+def save_folder(
+    model: Any,
+    folder: str | Path,
+    tokenizer_json: str | None = None,
+    force: bool = False,
+    *,
+    max_shard_size: int | None = None,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Write our folder of a model; `more` are further files, text by name."""
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
     named, images = model.named_parameters(), getattr(model, "images", None)
-    write_folder(folder, model.config, model.history, named, types, tokenizer_json, force, images)
+    rest = {"images": images, "max_shard_size": max_shard_size, "more": more}
+    write_folder(folder, model.config, model.history, named, types, tokenizer_json, force, **rest)
 
 
 def write_folder(
@@ -166,24 +176,30 @@ def write_folder(
     tokenizer_json: str | None = None,
     force: bool = False,
     images: dict[str, Any] | None = None,
+    max_shard_size: int | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> None:
     """Write a folder from tensors that come one by one, in the order and types of `dtypes`."""
     shapes = {name: p.shape for name, p in empty(config).named_parameters()}
     check_shapes(config, {name: shapes.get(name, ()) for name in dtypes}, "what is to be written")
     with atomic_folder(folder, force) as beside:
-        for name, text in sidecars(config, history, tokenizer_json, images).items():
+        for name, text in {**sidecars(config, history, tokenizer_json, images), **(more or {})}.items():
             (beside / name).write_text(text, encoding="utf-8")
-        write_tensors(beside, tensors, {name: (shapes[name], dtype) for name, dtype in dtypes.items()})
+        kinds = {name: (shapes[name], dtype) for name, dtype in dtypes.items()}
+        write_tensors(beside, tensors, kinds, max_shard_size)
 
 
 def write_tensors(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], kinds: Mapping[str, tuple[torch.Size, torch.dtype]]
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
+    most: int | None = None,
 ) -> dict[str, str]:
-    """Write safetensors files of at most SHARD_BYTES (or one tensor) each; return the file of each tensor."""
+    """Write safetensors files of at most `most` (SHARD_BYTES) bytes, or one tensor; return the file of each tensor."""
     shards: list[dict[str, int]] = [{}]
     for name, (shape, dtype) in kinds.items():
         size = shape.numel() * dtype.itemsize
-        if shards[-1] and sum(shards[-1].values()) + size > SHARD_BYTES:
+        if shards[-1] and sum(shards[-1].values()) + size > (most or SHARD_BYTES):
             shards.append({})
         shards[-1][name] = size
     coming, many, files = iter(tensors), len(shards), {}

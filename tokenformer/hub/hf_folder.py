@@ -31,7 +31,14 @@ IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # mean and deviation 
 CARD = Path(__file__).with_name("hf_card.md").read_text(encoding="utf-8")
 
 
-def save_hf(model: Any, folder: str | Path, *, tokenizer_json: str | None = None, force: bool = False) -> None:
+def save_hf(
+    model: Any,
+    folder: str | Path,
+    *,
+    tokenizer_json: str | None = None,
+    force: bool = False,
+    max_shard_size: int | None = None,
+) -> None:
     """Write a folder with everything that `AutoModelForCausalLM` and `AutoTokenizer` need, or, of an image model,
     `AutoModelForImageClassification` and `AutoImageProcessor`.
     """
@@ -63,7 +70,7 @@ def save_hf(model: Any, folder: str | Path, *, tokenizer_json: str | None = None
             _write_json(beside / "tokenizer_config.json", _tokenizer_config(model.config, bool(ids)))
         tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
         kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        files = write_tensors(beside, tensors.items(), kinds)
+        files = write_tensors(beside, tensors.items(), kinds, max_shard_size)
         if len(set(files.values())) > 1:
             total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
             _write_json(beside / INDEX, {"metadata": total, "weight_map": files})

@@ -27,6 +27,9 @@ class Output(NamedTuple):
     count: Tensor | None = None
 
 
+torch.utils._pytree._register_namedtuple(Output, serialized_type_name="tokenformer.Output")  # for torch.export.save
+
+
 class LanguageModel(Trunk):
     """A TokenFormer, or a Transformer or Llama to compare with, as its config says.
 
@@ -53,6 +56,9 @@ class LanguageModel(Trunk):
         hidden_BTD = self.hidden(ids, **fields)
         if labels is None:
             return Output(logits=self.logits(hidden_BTD))
+        if labels.shape != hidden_BTD.shape[:-1]:
+            shapes = f"{tuple(labels.shape)}, but the input {tuple(hidden_BTD.shape[:-1])}"
+            raise UserError(f"labels have the shape {shapes}: give each position a label, -100 where there is none")
         loss_sum, count = self.loss(hidden_BTD, labels)
         return Output(loss_sum=loss_sum, count=count)
 
@@ -70,8 +76,22 @@ class LanguageModel(Trunk):
         """
         if (ids is None) == (embeddings is None):
             raise UserError("a language model reads ids or embeddings: give one of them")
-        x_BTD = (self.embedding(ids) if embeddings is None else embeddings).to(self.compute_dtype)
+        x_BTD = (self.embed(ids) if embeddings is None else embeddings).to(self.compute_dtype)
         return self.run(x_BTD, self.view(x_BTD, positions, **fields))
+
+    def embed(self, ids: Any) -> Tensor:
+        """Return the embeddings (B, T, D) of ids (B, T)."""
+        if ids.ndim != 2:
+            raise UserError(f"ids have the shape {tuple(ids.shape)}, but must be (batch, positions): add a dimension")
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise UserError(f"ids are {ids.dtype}: give whole numbers (ids.long())")
+        if torch.compiler.is_compiling():
+            return self.embedding(ids)
+        try:
+            return self.embedding(ids)
+        except IndexError:
+            most = f"ids go from {ids.min()} to {ids.max()}, but the vocabulary from 0 to {self.config.vocab - 1}"
+            raise UserError(f"{most}: encode the text with the model's own tokenizer") from None
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         if self.head is not None and not readable(self.head):

@@ -7,6 +7,7 @@ that switch.
 
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -53,11 +54,12 @@ class Segment(CheckedOnLoad):
 
     checked = ("tau",)
 
-    def __init__(self, d_in: int, d_out: int, tokens: int, tau: float) -> None:
+    def __init__(self, d_in: int, d_out: int, tokens: int, tau: float, **place: Any) -> None:
+        """`place`: device and dtype."""
         super().__init__()
         self.tau = tau
-        self.key_tokens = nn.Parameter(torch.empty(tokens, d_in))
-        self.value_tokens = nn.Parameter(torch.empty(tokens, d_out))
+        self.key_tokens = nn.Parameter(torch.empty(tokens, d_in, **place))
+        self.value_tokens = nn.Parameter(torch.empty(tokens, d_out, **place))
 
     def forward(self, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, float]:
         """Keys, values and τ. Layers call this instead of reading the tensors, so that hooks on a segment (offloading,
@@ -70,7 +72,7 @@ class Segment(CheckedOnLoad):
 
 
 class Pattention(CheckedOnLoad):
-    """A layer whose parameters are tokens; replaces an `nn.Linear(d_in, d_out, bias=False)`.
+    """A layer whose parameters are tokens; replaces an `nn.Linear(in_features, out_features, bias=False)`.
 
     >>> layer = Pattention(16, 32, tokens=64)
     >>> layer(torch.randn(2, 5, 16)).shape
@@ -81,25 +83,31 @@ class Pattention(CheckedOnLoad):
 
     def __init__(
         self,
-        d_in: int,
-        d_out: int,
+        in_features: int,
+        out_features: int,
         tokens: int | Sequence[int],
         *,
         theta: str = "l2_norm_gelu",
         tau: Sequence[float] | None = None,
         switch: Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """`tau` and `switch`: one per segment. Absent: √n, and no switch ("": the segment always counts)."""
         super().__init__()
-        sizes = list(tokens) if isinstance(tokens, Sequence) else [tokens]
-        if not sizes or any(type(n) is not int or n < 1 for n in sizes):
+        sizes = [_whole(n) for n in (tokens if isinstance(tokens, Sequence) else [tokens])]
+        if not sizes or any(n < 1 for n in sizes):
             raise ValueError(f"tokens is {tokens}: give a whole number above 0, or a list of them (segments)")
+        self.in_features, self.out_features = _whole(in_features), _whole(out_features)
+        if min(self.in_features, self.out_features) < 1:
+            raise ValueError(f"in_features is {in_features} and out_features {out_features}: give numbers above 0")
         if theta not in THETAS:
             raise ValueError(f"theta is '{theta}', not one of {', '.join(THETAS)}")
         scales = [math.sqrt(n) for n in sizes] if tau is None else list(tau)
-        self.theta, self.d_out = theta, d_out
+        self.theta = theta
         self.switch = tuple(switch or [""] * len(sizes))
-        segments = [Segment(d_in, d_out, n, t) for n, t in zip(sizes, scales, strict=True)]
+        shape, place = (self.in_features, self.out_features), {"device": device, "dtype": dtype}
+        segments = [Segment(*shape, n, t, **place) for n, t in zip(sizes, scales, strict=True)]
         self.segments = cast(Sequence[Segment], nn.ModuleList(segments))
         if self.segments[0].key_tokens.device.type != "meta":
             self.reset_parameters()
@@ -118,6 +126,8 @@ class Pattention(CheckedOnLoad):
         """`mask`: see `pattention`. `switches`: name → (B,) weights, by which its segments' outputs are multiplied."""
         if not x.is_floating_point():
             raise TypeError(f"a Pattention reads floating point numbers, not {x.dtype}")
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"this Pattention reads (…, {self.in_features}), not {tuple(x.shape)}: give another input")
         if mask is None:
             return _with_switches(x, [self], switches)[0]
         if any(self.switch):
@@ -130,7 +140,24 @@ class Pattention(CheckedOnLoad):
         return [(score, normalise(score, self.theta, tau)) for score, tau in scores]
 
     def extra_repr(self) -> str:
-        return f"theta={self.theta}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, theta={self.theta}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "a Pattention has no weight: its parameters are segments[i].key_tokens and .value_tokens. Callers that "
+                "multiply by the weight themselves, such as MultiheadAttention, cannot use it; TransformerEncoderLayer "
+                "calls its layers after torch.backends.mha.set_fastpath_enabled(False)"
+            )
+        return super().__getattr__(name)
+
+
+def _whole(number: Any) -> int:
+    """Return a whole number of any library as Python's; what is none becomes 0, which callers refuse."""
+    try:
+        return 0 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return 0
 
 
 class Linear(nn.Linear):
@@ -234,7 +261,7 @@ def _with_switches(x: Tensor, layers: Sequence[Pattention], switches: Mapping[st
     if "" in names:
         outputs = pattention_group(x, [layer.parts(x.dtype) for layer in layers], theta=theta)
     else:
-        outputs = [x.new_zeros(*x.shape[:-1], layer.d_out) for layer in layers]
+        outputs = [x.new_zeros(*x.shape[:-1], layer.out_features) for layer in layers]
     for name in dict.fromkeys(names):
         if name and switches is not None and name in switches:
             weight = per_sample(switches[name], x)

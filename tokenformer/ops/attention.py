@@ -41,7 +41,8 @@ def attention(
     flash = False
     if mask is None and length > 1:  # a branch: under compile the length may be symbolic and `length > 1` no bool
         flash = True
-    with sdpa_kernel(TRAINING, set_priority=True) if flash and q_BHTC.requires_grad else contextlib.nullcontext():
+    ours = flash and q_BHTC.requires_grad and not callers_choice()
+    with sdpa_kernel(TRAINING, set_priority=True) if ours else contextlib.nullcontext():
         return F.scaled_dot_product_attention(
             q_BHTC,
             k_BGSC,
@@ -50,6 +51,14 @@ def attention(
             is_causal=flash and causal,
             enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
         )
+
+
+@torch.compiler.assume_constant_result
+def callers_choice() -> bool:
+    """Tell whether the caller turned some kernels off, by `sdpa_kernel` or for the whole program."""
+    cuda = torch.backends.cuda
+    enabled = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
+    return not all(each() for each in enabled)
 
 
 def causal_mask(length: int, keys: int, device: torch.device) -> Tensor:

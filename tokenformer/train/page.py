@@ -1,6 +1,7 @@
 """A page with curves that needs nothing but a browser: SVG is made here, page.html has the style and a short script."""
 
 import html
+import itertools
 import json
 import math
 import string
@@ -20,16 +21,23 @@ def write_page(
 ) -> None:
     """Write a self-contained HTML file: notes (plain paragraphs), curves, a table, the last sample of each run."""
     body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(note)}</p>" for note in notes)]
-    body += [chart(curves, axis), table(curves)]
+    facts = list(dict.fromkeys(name for curve in curves for name in curve.facts))
+    rows = [[curve.name, *map(curve.facts.get, facts)] for curve in curves]
+    body += [chart(curves, axis), table(["run", *facts], rows)]
     for curve in curves:
         if curve.sample:
-            body += [f"<h2>What {html.escape(curve.name)} writes</h2>", f"<pre>{html.escape(curve.sample)}</pre>"]
+            body += [f"<h2>Sample: {html.escape(curve.name)}</h2>", f"<pre>{html.escape(curve.sample)}</pre>"]
+    write_text(path, page(title, body))
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """Return the text of a page: its parts in our style."""
     template = string.Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
-    write_text(path, template.substitute(title=html.escape(title), body="\n".join(body)))
+    return template.substitute(title=html.escape(title), body="\n".join(body))
 
 
 def chart(curves: list[Curve], axis: str) -> str:
-    """Draw the loss: thin lines for training, thick ones with dots for validation, dashes where a model grew."""
+    """Draw the loss: thin for training, thick with dots for validation; dashes, a ring and a dot where a model grew."""
     right, low, high = bounds(curves)
     across, upward = labels(curves, axis)
 
@@ -38,9 +46,13 @@ def chart(curves: list[Curve], axis: str) -> str:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * x / right, 1), round(down, 1)
 
     def path(points: list[tuple[float, float]], css: str, colour: str) -> str:
-        return f'<path class="{css}" stroke="{colour}" d="M{"L".join("{},{}".format(*place(*p)) for p in points)}"/>'
+        line = "L".join("{},{}".format(*place(*p)) for p in points)
+        return f'<path class="{css}" style="stroke:{colour}" d="M{line}"/>'
 
-    parts = [f'<clipPath id="inside"><rect x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" '
+    def dot(x: float, y: float, radius: float, colour: str, fill: str = "") -> str:
+        return f'<circle cx="{x}" cy="{y}" r="{radius}" style="fill:{fill or colour};stroke:{colour}"/>'
+
+    parts = [f'<clipPath id="inside"><rect x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT + 4}" '
              f'height="{HEIGHT - TOP - BOTTOM}"/></clipPath>']  # fmt: skip
     for y in ticks(low, high, 7):
         x0, y0 = place(0, y)
@@ -51,51 +63,54 @@ def chart(curves: list[Curve], axis: str) -> str:
     parts.append(f'<text x="{(WIDTH + LEFT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{across}</text>')
     parts.append(f'<text transform="translate(14,{(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
                  f"{upward}</text>")  # fmt: skip
-    legend, data = [], []
-    for colour, curve in zip(COLOURS * len(curves), curves, strict=False):
+    legend, data, row = [], [], itertools.count()  # each growth has a row for what is said about it
+    for number, curve in enumerate(curves):
+        colour = f"var(--c{number % len(COLOURS)})"
         train, validation = thin(curve.train), thin(curve.validation)
         lines = [path(train, "train faint" if validation else "train", colour)]
         if validation:
             lines.append(path(validation, "valid", colour))
-            dots = [place(*p) for p in validation] if len(validation) <= 60 else []
-            lines += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in dots]
+            lines += [dot(*place(*p), 3, colour) for p in validation] if len(validation) <= 60 else []
+        for growth in curve.growths:  # the larger ring: before; the dot inside: after
+            sizes = ((6, "var(--paper)"), (3, colour))
+            lines += [
+                dot(*place(growth.x, y), r, colour, fill) for y, (r, fill) in zip(growth.losses, sizes, strict=False)
+            ]
         parts.append(f'<g clip-path="url(#inside)">{"".join(lines)}</g>')
-        for x, what in curve.growths:
-            at = place(x, high)[0]
+        for growth in curve.growths:
+            at, down = place(growth.x, high)[0], TOP + 12 + 16 * next(row)
             parts.append(
-                f'<line class="grow" stroke="{colour}" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+                f'<line class="grow" style="stroke:{colour}" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
             )
-            label = html.escape(f"grown to {what}" if what else "grown")
+            flip = at > 0.6 * WIDTH  # the label then stands on the left
             parts.append(
-                f'<text transform="translate({at + 13},{TOP + 6}) rotate(90)" style="fill:{colour}">{label}</text>'
+                f'<text x="{at - 9 if flip else at + 9}" y="{down}" style="fill:{colour}" '
+                f'text-anchor="{"end" if flip else "start"}">{html.escape(growth.label)}</text>'
             )
-        legend.append(f'<span><i style="background:{colour}"></i>{html.escape(curve.name)}</span>')
+        name = html.escape(curve.name)
+        legend.append(f'<span><i class="thin" style="background:{colour}"></i>{name}, training</span>')
+        if validation:
+            legend.append(f'<span><i style="background:{colour}"></i>{name}, validation</span>')
         end = max(x for x, _ in curve.train + curve.validation)
-        data.append(
-            {"name": html.escape(curve.name), "colour": colour, "end": end, "train": train, "validation": validation}
-        )
+        data.append({"name": name, "colour": colour, "end": end, "train": train, "validation": validation})
     about = {"width": WIDTH, "left": LEFT, "right": RIGHT, "to": right, "axis": across, "curves": data}
     held = html.escape(json.dumps(about, separators=(",", ":")), quote=True)
     rule = f'<line class="grid rule" style="display:none" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-    measured = any(curve.validation for curve in curves)
-    hint = "<span class=hint>thin: training loss · with dots: validation</span>" if measured else ""
     return (
-        f'<div class="legend">{"".join(legend)}{hint}</div><div class="chart" data-curves="{held}">'
+        f'<div class="legend">{"".join(legend)}</div><div class="chart" data-curves="{held}">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}{rule}</svg><div class="tip"></div></div>'
     )
 
 
-def table(curves: list[Curve]) -> str:
-    names = list(dict.fromkeys(name for curve in curves for name in curve.facts))
-    rows = [[curve.name, *map(curve.facts.get, names)] for curve in curves]
-    lines = [(["run", *names], "th"), *((row, "td") for row in rows)]
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [(head, "th"), *((row, "td") for row in rows)]
     cells = ["".join(f"<{tag}>{html.escape(show(cell))}</{tag}>" for cell in row) for row, tag in lines]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in cells) + "</table>"
 
 
 def show(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)
 
 

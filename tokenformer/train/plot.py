@@ -1,8 +1,9 @@
 """Curves of one or several runs, read from metrics.jsonl, as a PNG (matplotlib, extra `plot`); page.py makes a page.
 
-Unusual: the first three percent of a run do not stretch the loss axis; what lies above it is cut off.
+Unusual: the fall at the beginning does not stretch the loss axis; what lies above it is cut off.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,20 @@ COMPUTE = "training FLOPs"  # the label of the axis `compute`; other axes are ca
 
 
 @dataclass
+class Growth:
+    """A growth of a run: where on the axis, to how many parameters, and the held-out loss before and after it."""
+
+    x: float
+    to: str
+    losses: list[float]
+
+    @property
+    def label(self) -> str:
+        moved = ", loss {:.3f} → {:.3f}".format(*self.losses) if len(self.losses) == 2 else ""
+        return f"grown{f' to {self.to}' if self.to else ''}{moved}"
+
+
+@dataclass
 class Curve:
     """What is drawn of one run: training loss, validation loss, and where it grew, over one axis."""
 
@@ -24,7 +39,7 @@ class Curve:
     unit: str  # what the run counts: tokens, images, …
     train: list[tuple[float, float]]
     validation: list[tuple[float, float]]
-    growths: list[tuple[float, str]] = field(default_factory=list)
+    growths: list[Growth] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     sample: str = ""
 
@@ -72,17 +87,21 @@ def _curve(run: Path, rows: list[dict], axis: str, name: str | None) -> Curve:
         unit,
         [(at(row["step"]), float(row["loss"])) for row in train],
         [(at(row["step"]), float(row["loss"])) for row in validation],
-        [(at(row["step"]), str(row.get("to", ""))) for row in growths],
+        [Growth(at(row["step"]), str(row.get("to", "")), list(map(float, row.get("losses") or []))) for row in growths],
         facts,
         str(samples[-1]) if samples else "",
     )
 
 
 def bounds(curves: list[Curve]) -> tuple[float, float, float]:
-    """Return (right end, lowest loss, highest loss worth showing) of several curves."""
+    """Return (right end, lowest loss, highest loss worth showing) of several curves.
+
+    What falls in the first tenth is left out, but for what lies around a growth.
+    """
     points = [point for c in curves for point in c.train + c.validation]
     right, values = max(x for x, _ in points) or 1.0, [y for _, y in points]
-    later = [y for x, y in points if x > 0.03 * right] or values
+    later = [y for x, y in points if x > 0.1 * right] or values
+    later += [loss for c in curves for growth in c.growths for loss in growth.losses]
     low, high = min(values), max(later)
     edge = 0.05 * (high - low or abs(high) or 1.0)
     return right, low - edge, high + edge
@@ -99,22 +118,27 @@ def draw_png(curves: list[Curve], path: str | Path, axis: str = "step", title: s
     need_matplotlib(", or give --out x.html")
     figure, axes = _figure(9, 5)
     right, low, high = bounds(curves)
+    row = itertools.count()
     for colour, curve in zip(COLOURS * len(curves), curves, strict=False):
-        axes.plot(*zip(*curve.train, strict=True), color=colour, linewidth=1.1, alpha=0.55 if curve.validation else 1.0)
+        thin = {"color": colour, "linewidth": 1.1, "alpha": 0.55 if curve.validation else 1.0}
+        axes.plot(*zip(*curve.train, strict=True), label=f"{curve.name}, training", **thin)
         if curve.validation:
             style = {"color": colour, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
-            axes.plot(*zip(*curve.validation, strict=True), **style)
-        axes.lines[-1].set_label(curve.name)
-        for x, what in curve.growths:
-            axes.axvline(x, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.8)
-            style = {"fontsize": 8, "color": colour, "rotation": 90, "va": "top", "clip_on": True}
-            label = f"grown to {what}" if what else "grown"
-            axes.annotate(label, (x, high), (4, -4), textcoords="offset points", **style)
+            axes.plot(*zip(*curve.validation, strict=True), label=f"{curve.name}, validation", **style)
+        for growth in curve.growths:
+            axes.axvline(growth.x, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.8)
+            for loss, inside in zip(growth.losses, ("white", colour), strict=False):  # the first dot: before
+                style = {"markersize": 6.5 if inside == "white" else 3.5, "markerfacecolor": inside, "zorder": 5}
+                axes.plot(growth.x, loss, "o", color=colour, **style)
+            side = -1 if growth.x > 0.6 * right else 1
+            style = {"fontsize": 8, "color": colour, "va": "top", "ha": "right" if side < 0 else "left"}
+            at = (5 * side, -4 - 11 * next(row))  # each growth has a row for what is said about it
+            axes.annotate(growth.label, (growth.x, high), at, textcoords="offset points", **style)
     axes.set(xlim=(0, right), ylim=(low, high), title=title or None)
     axes.set(**dict(zip(("xlabel", "ylabel"), labels(curves, axis), strict=True)))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, title="line with dots: validation" if any(c.validation for c in curves) else None)
+    axes.legend(frameon=False)
     figure.savefig(path)
 
 

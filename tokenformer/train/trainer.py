@@ -136,6 +136,7 @@ class Trainer:
         self.config, self.stages = progressive.resolve(self.config)
         self.said = progressive.describe(self.config) if small_first else []
         before = earlier(self.folder, self.resuming)
+        self.steps_before = before.steps if before else None
         if before is not None and self.config.batch is None:
             self.config = dataclasses.replace(self.config, batch=before.batch)
         self.config = with_batch_sizes(self.config, self.place.data_world, self.place.degrees.pipeline)
@@ -228,8 +229,21 @@ class Trainer:
         if self.found.path is not None:
             say(f"going on from step {self.step} ({self.found.path})")
         changed = [f"changed since the last start: {change}" for change in self.changes]
-        for line in (*self.said, *self.found.notes, *self.notes, *changed):
+        for line in (*self.said, *self.found.notes, *self.notes, *changed, *self.describe_steps()):
             say(line)
+
+    def describe_steps(self) -> list[str]:
+        """Say what another number of steps means for a run that is resumed."""
+        c = self.config
+        if self.found.path is not None and self.step >= c.steps:
+            return [f"all {c.steps} steps are done: give more, such as steps={2 * max(1, self.step)}, to train on"]
+        if self.steps_before in (None, c.steps):
+            return []
+        now, kept = self.rate(self.step), self.rate(self.step, self.steps_before)
+        if now == kept:
+            return ["the learning rate goes on as it would have"]
+        how = f" (schedule.steps={self.steps_before} would keep it)" if c.schedule.count == "steps" else ""
+        return [f"the schedule now ends at step {c.steps}: the learning rate goes on at {now:.3g}, not {kept:.3g}{how}"]
 
     # loop: micro-batches → gradients → (clip, check) → optimizer → schedule → maybe {log, validate, save}
 
@@ -289,14 +303,16 @@ class Trainer:
         self.recent.append(torch.stack([total / count, norm, skip, self.guard.scale]))
         self.guard.update(skip)
 
-    def rate(self, step: int) -> float:
+    def rate(self, step: int, steps: int | None = None) -> float:
+        """Return the learning rate in a step of this run, or of one with another number of steps."""
         c = self.config
 
         def before(step: int) -> int:
             to_come = [step_of(stage, self.task.units_per_step) for stage in self.stages[len(self.grown.steps) :]]
             return spent(self.costs, [*self.grown.steps, *to_come], step)
 
-        return c.optimizer.rate * rate_factor(self.stages, self.grown, step, c.steps, c.schedule, factor, before)
+        steps = c.steps if steps is None else steps
+        return c.optimizer.rate * rate_factor(self.stages, self.grown, step, steps, c.schedule, factor, before)
 
     def grow(self, stage: GrowthStage) -> None:
         """Grow the model and its optimizer. The state before is saved, and a rerun from there gives the same bits."""
