@@ -88,10 +88,12 @@ def shortened(words: list[str]) -> list[str]:
         return [*words, "--limit", "1"]
     if words[0] not in ("train", "compare") or "--resume" in words or "--keys" in words:
         return words
-    large = any(re.fullmatch(r"(lm|grow|vision)/.*", word) and word != "lm/3m" for word in words)
-    short = [s for s in SHORT if not s.startswith("steps") or not any("progressive" in word for word in words)]
     words = [word.replace("image_size=384", "image_size=96") for word in words]
-    return [*words, *short, *(["steps=30"] if len(short) < len(SHORT) else []), *(f"model.{t}" for t in TINY if large)]
+    short = [s if "progressive" not in " ".join(words) else s.replace("steps=4", "steps=30") for s in SHORT]
+    preset = next((word for word in words if re.match(r"(lm|grow|vision)/", word)), "")
+    if preset and not any(Path(word).is_dir() for word in words):  # else the model is that of the weights in the folder
+        short += [f"model.{t}" for t in TINY if preset != "lm/3m" or not t.startswith("context")]
+    return [*words, *short]
 
 
 def form(line: str) -> str:

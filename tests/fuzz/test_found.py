@@ -15,6 +15,7 @@ from tests.eval.rows import write_rows
 from tests.fuzz import sandbox
 from tests.fuzz.material import DATA
 from tokenformer.cli.main import main
+from tokenformer.config import ModelConfig
 from tokenformer.data.text.indexed import Indexed
 from tokenformer.data.text.inputs import find_inputs
 from tokenformer.data.text.prepare import prepare
@@ -22,11 +23,12 @@ from tokenformer.data.text.tokenizer import ByteTokenizer, FileTokenizer
 from tokenformer.errors import UserError
 from tokenformer.eval.tasks import read_rows as task_rows
 from tokenformer.files import write_manifest
-from tokenformer.hub import load
+from tokenformer.hub import load, save
 from tokenformer.hub.folder import Stored
 from tokenformer.hub.official import find, infer_shape
 from tokenformer.hub.official_config import translate_all
 from tokenformer.infer.requests import Request
+from tokenformer.models import build
 from tokenformer.train.report import read_rows as metric_rows
 
 DEEP = '{"a":' * 50_000
@@ -274,3 +276,12 @@ def test_more_processes_than_a_machine_can_have_are_refused(tmp_path):
     with pytest.raises(UserError, match="--workers is 99999999999: give 1 to"):
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", "a", tokenizer="byte", workers=99999999999)
     assert not (tmp_path / "out").exists()
+
+
+def test_more_names_than_an_image_model_has_classes_are_refused(tmp_path):
+    shape = {"layers": 1, "dim": 16, "heads": 2, "qkv_tokens": 4, "proj_tokens": 4, "ffn_tokens": 4}
+    model = build(ModelConfig(**shape, of="image", image_size=8, patch=4, classes=2))
+    model.images = {"classes": ["ant", "bee", "bee"]}
+    save(model, tmp_path / "model")
+    with pytest.raises(UserError, match=r"images.json names 3 classes of a model of 2: get it anew"):
+        load(tmp_path / "model")

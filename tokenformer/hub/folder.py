@@ -53,6 +53,9 @@ def tell(model: Any, folder: Path) -> Any:
     model.history = read_history(folder)
     if model.config.of == "image":
         model.images = read_images(folder)
+        names, classes = len(model.images.get("classes", [])), model.config.classes
+        if names > classes:
+            raise UserError(f"{folder / 'images.json'} names {names:,} classes of a model of {classes:,}: get it anew")
     return model
 
 
