@@ -82,8 +82,8 @@ def compared(grown: Curve, scratch: Curve) -> str:
     """The two losses at equal compute, and what one seed of each is worth."""
     ours, theirs = (curve.facts["validation loss"] for curve in (grown, scratch))
     return (
-        f"With {flops(grown) / flops(scratch):.3f} times the compute of training from scratch: {ours:.3f} nats per "
-        f"byte grown on the way, {theirs:.3f} from scratch. {SEED}"
+        f"In the end, for {flops(grown) / flops(scratch):.3f} times the compute of training from scratch: {ours:.3f} "
+        f"nats per letter grown on the way, {theirs:.3f} from scratch. {SEED}"
     )
 
 

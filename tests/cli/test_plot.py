@@ -102,6 +102,7 @@ def test_names_title_and_axis(runs, tmp_path, capsys):
     out = tmp_path / "x.html"
     assert main(["plot", *map(str, runs), "--names", "small,large", "--out", str(out)]) == 0
     page = out.read_text()
+    assert "skipped steps" not in page  # there were none
     assert "<h1>Loss of small and large</h1>" in page and ">training FLOPs</text>" in page
     assert main(["plot", str(runs[0]), "--out", str(out)]) == 0
     assert ">step</text>" in out.read_text()

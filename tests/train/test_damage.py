@@ -246,3 +246,16 @@ def test_a_hundred_kills_with_damage_in_between(config_file, tiny, tmp_path):
     )
     print(f"{fallbacks} fallbacks, each said")
     assert fallbacks >= 50
+
+
+def test_a_run_whose_checkpoints_were_moved_is_not_begun_again(tiny, tmp_path):
+    """One folder too deep, as an unpacking tool may leave them: training began at step 0 without a word."""
+    run = tmp_path / "run"
+    Trainer(tiny("steps=4", "checkpoint.every=2"), run).run()
+    (run / "checkpoints").rename(run / "moved")
+    (run / "checkpoints").mkdir()
+    (run / "moved").rename(run / "checkpoints" / "checkpoints")
+    rows = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"no checkpoint of .* is whole: put one back from a copy; .* holds .*checkpoi"):
+        Trainer(tiny("steps=4", "checkpoint.every=2"), run, resume=True).run()
+    assert (run / "metrics.jsonl").read_bytes() == rows

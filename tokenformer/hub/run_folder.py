@@ -48,6 +48,8 @@ def find_newest(run: Path, values: bool = True) -> Found:
         except (UserError, OSError) as error:
             damaged.append(path)
             notes.append(f"the checkpoint {path} is damaged ({_without_advice(error)})")
+    others = sorted(path.name for path in last.parent.glob("[!.]*")) if not steps else []
+    notes += [f"{last.parent} holds {shown(', '.join(others))} alone"] if others else []
     if notes:
         raise UserError(f"no checkpoint of {run} is whole: put one back from a copy; {'; '.join(notes)}")
     return Found(None, [], [])

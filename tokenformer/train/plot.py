@@ -80,8 +80,9 @@ def _curve(run: Path, rows: list[dict], axis: str, name: str | None) -> Curve:
         "training loss": float(last["loss"]),
         "validation loss": float(validation[-1]["loss"]) if validation else None,
         f"{unit}/s": sorted(float(row[f"{unit}_per_second"]) for row in train)[len(train) // 2],
-        "skipped steps": sum(row["kind"] == "event" and row.get("what") == "skipped" for row in rows),
     }
+    if skipped := sum(row["kind"] == "event" and row.get("what") == "skipped" for row in rows):
+        facts["skipped steps"] = skipped
     return Curve(
         name or run.name,
         unit,

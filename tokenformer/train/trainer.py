@@ -230,15 +230,18 @@ class Trainer:
         c, say = self.config, self.report.say
         recipe = f"{c.optimizer.kind}, {c.train.precision}, {self.device.type}, {self.place.degrees}"
         say(f"{self.folder}: {c.model.kind} of {self.cost.parameters:,} parameters, {recipe}")
-        shares = f"{c.micro_batch} × {self.task.loader.micro_batches} accumulated × {self.place.data_world} ranks"
-        say(f"batch {c.batch} = {shares}, {self.task.units_per_step:,} {self.task.unit} per step, {c.steps} steps")
+        shares = f" = {c.micro_batch} × {self.task.loader.micro_batches} accumulated × {self.place.data_world} ranks"
+        shares = shares if c.micro_batch != c.batch else ""
+        say(f"batch {c.batch}{shares}, {self.task.units_per_step:,} {self.task.unit} per step, {c.steps} steps")
         if c.adapter:
             count = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
             say(f"an adapter of {count:,} parameters learns; {c.start} ({str(c.adapter.base)[:12]}) is frozen")
         if any(trunk.kind == "tokenformer" for trunk in c.model.trunks.values() or [c.model]):
             path = self.pattention_path
-            why = ", the kernels being for GPUs" if path == "reference" and self.device.type == "cpu" else ""
-            say(f"Pattention is computed by the {path} path{why} (TOKENFORMER_PATTENTION chooses)")
+            if path == "reference" and self.device.type == "cpu":
+                say("Pattention runs in plain PyTorch: the kernels are for GPUs")
+            else:
+                say(f"Pattention is computed by the {path} path (TOKENFORMER_PATTENTION chooses)")
         if self.compiler != "none":
             say(f"blocks are compiled by {self.compiler} in the first step (train.compile=none turns it off)")
         if self.found.path is not None:

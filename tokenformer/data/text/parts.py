@@ -40,4 +40,4 @@ def part_edges(source: Indexed, shares: Sequence[float]) -> tuple[list[int], str
     if any(edges[i + 1] <= edges[i] for i in wanted):
         edges = cuts
     names = " and ".join(PARTS[i] for i in sorted(starved))
-    return edges, f"{source.documents:,} documents are too few, {names} would get none: cut by tokens"
+    return edges, f"too few documents ({source.documents:,}) for {names}: cut by tokens"
