@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tokenformer.errors import UserError
@@ -143,6 +143,16 @@ def refuse_existing(path: str | Path, force: bool = False) -> None:
         raise UserError(f"{shown(str(path))} cannot be made ({error.__class__.__name__}): give another name") from None
     hint = ", which we did not write, so move it away first" if force else ": give another name, or move it away first"
     raise UserError(f"{path} is there already{hint}")
+
+
+def refuse_same(paths: Iterable[str | Path]) -> None:
+    """Refuse two paths to one file or folder, by whatever names: a copy of a training text could be held out."""
+    seen: dict[str, str | Path] = {}
+    for path in paths:
+        if (first := seen.get(real := os.path.realpath(path))) is not None:
+            named = f"{path} is given twice" if str(first) == str(path) else f"{path} is {first}, given twice"
+            raise UserError(f"{named}: give it once, so that no text is both trained on and held out")
+        seen[real] = path
 
 
 def write_manifest(folder: Path) -> None:
