@@ -145,6 +145,20 @@ def refuse_existing(path: str | Path, force: bool = False) -> None:
     raise UserError(f"{path} is there already{hint}")
 
 
+def refuse_overlap(out: str | Path, source: str | Path, in_place: bool = False) -> None:
+    """Refuse a folder to make that is, holds or lies in the one that is read, so that `--force` cannot destroy it.
+
+    A folder that stands in a run beside its checkpoints is fine; so is the source itself with `in_place`.
+    """
+    inside = Path(source) / "checkpoints"
+    made, read = (Path(path).resolve() for path in (out, inside if inside.is_dir() else source))
+    if not read.exists() or (in_place and made == read):
+        return
+    if made == read or made in read.parents or read in made.parents:
+        what = "is" if made == Path(source).resolve() else "holds" if made in read.parents else "lies in"
+        raise UserError(f"--out {out} {what} {source}, which is read here: give a folder outside of it")
+
+
 def refuse_same(paths: Iterable[str | Path]) -> None:
     """Refuse two paths to one file or folder, by whatever names: a copy of a training text could be held out."""
     seen: dict[str, str | Path] = {}
