@@ -75,3 +75,25 @@ def test_help_shows_every_command_in_the_order_of_work_and_an_example():
     assert "example: tokenformer train" in said
     order = [said.index(f"\n    {name}") for name in ("prepare", "train", "plot", "generate", "grow", "slurm")]
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize("words", [["info", "lm/150m"], ["train", "--keys"], ["--help"]])
+def test_output_to_a_full_disk_is_one_sentence(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tokenformer", *words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr == "tokenformer: standard output cannot be used (No space left on device): check it\n"
+
+
+def test_letters_that_the_terminal_has_not_are_escaped(tmp_path):
+    (tmp_path / "é日.txt").write_text("text")
+    tokenizer = ["tokenizer", "train", str(tmp_path / "é日.txt"), "--vocab", "257", "--out", str(tmp_path / "é日.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tokenformer", *tokenizer],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/\\xe9\\u65e5.json\n"), done.stderr
