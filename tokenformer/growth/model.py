@@ -142,8 +142,9 @@ def with_tensors(
     for parameter in frozen:
         parameter.requires_grad_(False)  # load_state_dict turned it on
     new.history, new.compute_dtype = [*model.history, event], model.compute_dtype
-    if hasattr(model, "images"):
-        new.images = model.images
+    for beside in ("images", "tokenizer_json"):
+        if hasattr(model, beside):
+            setattr(new, beside, getattr(model, beside))
     return new.train(model.training)
 
 

@@ -41,9 +41,11 @@ def save(
 ) -> None:
     """Write a model as `ours`, `hf` (loads with transformers) or `official`. Only `force` replaces a folder.
 
+    `tokenizer_json` is written beside it; absent: the tokenizer that lay beside the weights that were loaded.
     Weights go into files of at most `max_shard_size` bytes (such as "500MB"; 5 GB) each; `official` is one file always.
     """
-    more: dict[str, Any] = {"tokenizer_json": tokenizer_json, "force": force}
+    own = getattr(model, "tokenizer_json", None)
+    more: dict[str, Any] = {"tokenizer_json": own if tokenizer_json is None else tokenizer_json, "force": force}
     if getattr(model, "adapters", None):
         names = ", ".join(model.adapters)  # pyrefly: ignore
         raise UserError(f"adapters are attached ({names}): save tokenformer.adapters.merged(model), or the base alone")

@@ -1,7 +1,8 @@
 """Opens weights and configs for every verb: what a user names → model, tokenizer, config, and where they came from.
 
 Unusual: nothing of a model is read before it is asked for. The tokenizer that belongs to weights is the one named, else
-the one beside them, else the official config's vocab-file, else the one whose padded size is the model's vocabulary.
+the one beside them, else the official config's vocab-file, else, of official weights, that of the released models.
+A size alone says nothing: 384 rows may be bytes, or any tokenizer of at most 384 ids.
 """
 
 import dataclasses
@@ -156,7 +157,10 @@ class Opened:
 
     @cached_property
     def model(self) -> Any:
-        return self.prepare(self._readers[1](self.located.path)).to(device=self.device, dtype=self.dtype)
+        model = self._readers[1](self.located.path)
+        if self.config.of == "language":
+            model.tokenizer_json = self.tokenizer_json
+        return self.prepare(model).to(device=self.device, dtype=self.dtype)
 
     def tensors(self, stream: bool) -> tuple[Mapping[str, "Tensor"], Mapping[str, "torch.dtype"], list[dict]]:
         """Return tensors by name, their types and the growths. With `stream` one tensor of our folder is in memory."""
@@ -190,10 +194,12 @@ class Opened:
             return FileTokenizer(self._beside, f"of {self.source}")
         if self.vocab_file is not None and is_file(self.vocab_file):
             return load_tokenizer(self.vocab_file)
-        for name, size in ((BUNDLED, 50277), ("byte", 257)):
-            if padded_vocab(size) == self.config.vocab:
-                return load_tokenizer(name)
-        raise UserError(f"{self.source} has no tokenizer beside it: name one with --tokenizer")
+        if self._released:
+            return load_tokenizer(BUNDLED)
+        known = "byte, gpt-neox-20b, or a tokenizer.json"
+        raise UserError(
+            f"{self.source} has no tokenizer beside it: name the one it was trained with, --tokenizer {known}"
+        )
 
     @cached_property
     def folder(self) -> Path:
@@ -227,8 +233,11 @@ class Opened:
         """What goes beside these weights where they are written: never a guess, but released models have one."""
         if self.named is not None:
             return self.named.to_json()
-        released = self.located.kind == "official" and self.config.vocab == padded_vocab(50277)
-        return load_tokenizer(BUNDLED).to_json() if self._beside is None and released else self._beside
+        return load_tokenizer(BUNDLED).to_json() if self._beside is None and self._released else self._beside
+
+    @property
+    def _released(self) -> bool:
+        return self.located.kind == "official" and self.config.vocab == padded_vocab(50277)
 
     @property
     def run(self) -> Path | None:

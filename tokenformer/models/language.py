@@ -48,6 +48,7 @@ class LanguageModel(Trunk):
         table = torch.empty(config.vocab, config.dim)
         super().__init__(config, embedding=nn.Embedding(config.vocab, config.dim, _weight=table))
         self.head = None if config.tied else Linear(config.dim, config.vocab)
+        self.tokenizer_json: str | None = None  # that lay beside the weights
         if table.device.type != "meta":
             init_weights(self, self.config, seed)
 

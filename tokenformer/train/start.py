@@ -33,6 +33,8 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
             opened = open_model(start)
             opened.check_tokenizer(files.get("tokenizer.json"))
             said = [f"a new run begins with the weights of {opened.located.path}"]
+            if "tokenizer.json" in files and opened.tokenizer_json is None:
+                said.append("no tokenizer lies beside these weights: the data must be prepared with their own")
             if opened.located.kind != "official":  # these are language models
                 opened.need(model_config.of)
             if opened.run:
