@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tokenformer.errors import UserError
@@ -143,6 +143,30 @@ def refuse_existing(path: str | Path, force: bool = False) -> None:
         raise UserError(f"{shown(str(path))} cannot be made ({error.__class__.__name__}): give another name") from None
     hint = ", which we did not write, so move it away first" if force else ": give another name, or move it away first"
     raise UserError(f"{path} is there already{hint}")
+
+
+def refuse_overlap(out: str | Path, source: str | Path, in_place: bool = False) -> None:
+    """Refuse a folder to make that is, holds or lies in the one that is read, so that `--force` cannot destroy it.
+
+    A folder that stands in a run beside its checkpoints is fine; so is the source itself with `in_place`.
+    """
+    inside = Path(source) / "checkpoints"
+    made, read = (Path(path).resolve() for path in (out, inside if inside.is_dir() else source))
+    if not read.exists() or (in_place and made == read):
+        return
+    if made == read or made in read.parents or read in made.parents:
+        what = "is" if made == Path(source).resolve() else "holds" if made in read.parents else "lies in"
+        raise UserError(f"--out {out} {what} {source}, which is read here: give a folder outside of it")
+
+
+def refuse_same(paths: Iterable[str | Path]) -> None:
+    """Refuse two paths to one file or folder, by whatever names: a copy of a training text could be held out."""
+    seen: dict[str, str | Path] = {}
+    for path in paths:
+        if (first := seen.get(real := os.path.realpath(path))) is not None:
+            named = f"{path} is given twice" if str(first) == str(path) else f"{path} is {first}, given twice"
+            raise UserError(f"{named}: give it once, so that no text is both trained on and held out")
+        seen[real] = path
 
 
 def write_manifest(folder: Path) -> None:

@@ -2,8 +2,13 @@
 
 import json
 
+import pytest
+
 from tokenformer.cli.main import main
+from tokenformer.config_data import DataConfig
 from tokenformer.data.text.indexed import Indexed
+from tokenformer.data.text.samples import find_sets
+from tokenformer.errors import UserError
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -37,3 +42,31 @@ def test_what_would_have_no_effect_is_refused(capsys, tmp_path):
     code, _, err = run(capsys, *arguments, "--end", "</s>")
     assert code == 2 and "leave --end </s> out" in err
     assert not list(tmp_path.glob("o/a*"))
+
+
+def test_the_same_file_is_read_once(capsys, tmp_path):
+    (tmp_path / "books").mkdir()
+    for i in range(3):
+        (tmp_path / "books" / f"b{i}.txt").write_text(f"book {i}")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "books" / "b2.txt")
+    books = tmp_path / "books"
+    for given in ([books, books / "b2.txt"], [books, books], [books, tmp_path / "link.txt"], [f"{books}/b*", books]):
+        code, _, err = run(capsys, "prepare", *given, "--out", tmp_path / "o", "--tokenizer", "byte", "--workers", 1)
+        assert code == 2 and "given twice: give it once" in err
+        assert not (tmp_path / "o").exists()
+    (books / "copy.txt").write_text("book 2")  # equal text in another file is the user's business
+    code, _, err = run(capsys, "prepare", books, "--out", tmp_path / "o", "--tokenizer", "byte", "--workers", 1)
+    assert code == 0 and "4 documents" in err
+
+
+def test_the_same_set_is_merged_and_blended_once(capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    run(capsys, "prepare", tmp_path / "a.txt", "--out", tmp_path, "--tokenizer", "byte", "--workers", 1)
+    for ending in ("bin", "idx"):
+        (tmp_path / f"b_text_document.{ending}").symlink_to(tmp_path / f"a_text_document.{ending}")
+    for given in (["a", "a"], ["a", "b"]):
+        code, _, err = run(capsys, "data", "merge", *(tmp_path / name for name in given), "--out", tmp_path / "c")
+        assert code == 2 and "given twice: give it once" in err
+        assert not (tmp_path / "c_text_document.bin").exists()
+    with pytest.raises(UserError, match="given twice"):
+        find_sets(DataConfig(path={str(tmp_path / "a"): 1.0, str(tmp_path / "a_text_document.idx"): 2.0}))

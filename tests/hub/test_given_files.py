@@ -8,10 +8,12 @@ import pytest
 
 import tokenformer
 from tests.hub.conftest import SHAPE, refused, remade, write
+from tests.test_adapters import make_adapter
 from tests.train.conftest import config_file, one_thread, prepared, tiny  # noqa: F401 (fixtures)
 from tokenformer import config as native
 from tokenformer.cli.main import main
 from tokenformer.data.text.tokenizer import ByteTokenizer, train_tokenizer
+from tokenformer.files import write_manifest
 from tokenformer.hub.open import open_model
 from tokenformer.models import build
 
@@ -45,6 +47,32 @@ def test_no_verb_replaces_a_file_or_folder_unasked(originals, tmp_path, capsys):
         assert main([str(word) for word in [*command, "--force"]]) == 0 and not (made / "mine").exists()
         tokenformer.load(made)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_no_verb_writes_onto_what_it_reads(originals, tmp_path, capsys):
+    ours, books = tmp_path / "models" / "ours", tmp_path / "models" / "books"
+    shutil.copytree(originals / "ours", ours)
+    make_adapter(books, tokenformer.load(ours), 1, ffn=4)
+    write_manifest(tmp_path / "models")  # as if we had written this folder too
+    (tmp_path / "link").symlink_to(ours)
+    before = {path: path.stat().st_ino for path in tmp_path.rglob("*")}
+    convert = ["convert", ours, "--to", "hf", "--force", "--out"]
+    assert f"--out {tmp_path}/link is {ours}, which is read here" in refused(capsys, *convert, tmp_path / "link")
+    for command in (
+        convert,
+        ["shrink", ours, "--ratio", "0.5", "--by", "newest", "--force", "--out"],
+        ["adapter", "merge", ours, books, "--force", "--out"],
+        ["adapter", "add", books, "--force", "--out"],
+    ):
+        read = books if command[1] == "add" else ours
+        assert "which is read here: give a folder outside of it" in refused(capsys, *command, read)
+        assert f"models holds {read}, which is read here" in refused(capsys, *command, tmp_path / "models")
+        assert f"new lies in {read}, which is read here" in refused(capsys, *command, read / "new")
+    assert {path: path.stat().st_ino for path in tmp_path.rglob("*")} == before
+    grow = ["grow", ours, "--ffn-tokens", "32", "--force", "--out"]
+    assert "lies in" in refused(capsys, *grow, ours / "new") and "holds" in refused(capsys, *grow, tmp_path / "models")
+    assert main([str(word) for word in [*grow, ours]]) == 0  # it computes the same, and is replaced once it is whole
+    assert len(tokenformer.load(ours).history) == 1
 
 
 def test_a_generation_file_replaces_nothing(originals, tmp_path, capsys):

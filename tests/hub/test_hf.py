@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tokenformer
+from tests.test_adapters import make_adapter, make_base
 from tokenformer import UserError
 from tokenformer.config import LayerOverride, ModelConfig
 from tokenformer.models import LanguageModel
@@ -452,3 +453,21 @@ def test_a_folder_saved_over_by_transformers_loads(one, tmp_path):
     tokenformer.save(tokenformer.grow(one[0], ffn_tokens=96), tmp_path / "export", format="hf")
     one[1].save_pretrained(tmp_path / "export")
     assert torch.equal(tokenformer.load(tmp_path / "export")(IDS).logits, one[0](IDS).logits)
+
+
+def test_an_exported_model_takes_adapters_and_is_not_saved_with_them(tmp_path):
+    base = make_base(vocab=256)
+    tokenformer.save(base, tmp_path / "hf", format="hf")
+    make_adapter(tmp_path / "books", base, 1, qkv=5, ffn=7)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    plain, ids = model(IDS).logits, IDS[:, :3]
+    native = tokenformer.attach(base, tmp_path / "books", "books")
+    tokenformer.attach(model.model, tmp_path / "books", "books")
+    assert torch.equal(model(IDS).logits, native(IDS).logits) and not torch.equal(model(IDS).logits, plain)
+    made = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert torch.equal(made, native.generate(ids, 5))
+    with tokenformer.detached(model.model):
+        assert torch.equal(model(IDS).logits, plain)
+    with pytest.raises(UserError, match="adapters are attached to this model"):
+        model.save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again").exists()

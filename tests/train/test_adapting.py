@@ -1,5 +1,6 @@
 """An adapter is trained alone: the base gets no gradient, state or bytes of a checkpoint; resume needs its digest."""
 
+import gc
 import shutil
 import signal
 import subprocess
@@ -102,6 +103,16 @@ def test_5_and_7_steps_are_12(tune, tmp_path, more):
     held = {p.dtype for p in trainer.model.parameters() if not p.requires_grad}
     assert held == {torch.bfloat16 if more[:1] == ["adapter.hold=bf16"] else torch.float32}
     assert ("norm.weight" in result(tmp_path / "whole")["model"]) == (more[:1] == ["adapter.also=[norm]"])
+
+
+def test_the_base_is_in_memory_once(tune, tmp_path):
+    def embeddings() -> int:
+        gc.collect()
+        return sum(isinstance(found, torch.Tensor) and found.shape == (384, 16) for found in gc.get_objects())
+
+    before, trainer = embeddings(), Trainer(tune("adapter.hold=bf16"), tmp_path / "run")
+    trainer.build()
+    assert embeddings() == before + 1 and trainer.model.embedding.weight.dtype == torch.bfloat16
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(tune, tune_file, base, tmp_path):

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
+import tokenformer
 from tests.parallel.conftest import free_port
 from tests.parallel.workers import default_dtype
 from tests.train.conftest import child_environment, result, same
@@ -20,7 +22,7 @@ from tokenformer.cli.main import main
 from tokenformer.config import load
 from tokenformer.errors import UserError
 from tokenformer.hub.dcp import read_tensors
-from tokenformer.hub.open import open_model
+from tokenformer.hub.open import open_model, read_config
 from tokenformer.hub.run_folder import newest_whole
 from tokenformer.models import build
 from tokenformer.models.image import resized
@@ -322,3 +324,23 @@ def test_fewer_validation_images_are_a_sample_of_all_classes(file, tmp_path):
     assert (
         found["images"] == 10 and len(found["classes"]) > 2 and found["loss"] == pytest.approx(said["loss"], rel=1e-5)
     )
+
+
+def test_an_adapter_of_a_classifier_learns_and_its_base_stays(file, tmp_path):
+    """With a parameter of the base that learns too, and an average: what `eval --adapter` reads."""
+    train(file, tmp_path / "base", "steps=4")
+    keys = [f"start={tmp_path / 'base'}", "adapter.ffn_tokens=8", "adapter.also=[head]", "train.ema=0.5", "steps=6"]
+    raw = {name: value for name, value in yaml.safe_load(CONFIG).items() if name != "model"}
+    (tmp_path / "tune.yml").write_text(yaml.safe_dump(raw))
+    trainer = Trainer(read_config(tmp_path / "tune.yml", overrides=keys), tmp_path / "run")
+    assert trainer.run() is None
+    base, model = tokenformer.load(tmp_path / "base"), tokenformer.load(tmp_path / "base")
+    tokenformer.attach(model, tmp_path / "run", "mine")
+    with trainer.average.in_place():
+        held = {name for name, p in trainer.model.named_parameters() if not p.requires_grad}
+        assert all(torch.equal(p, base.get_parameter(n)) for n, p in trainer.model.named_parameters() if n in held)
+        pixels = torch.randn(2, 3, 32, 32)
+        ours, theirs = model(pixels), trainer.model.eval()(pixels)
+    assert ((ours - theirs).abs().max() / theirs.abs().max()) < 1e-6 < (ours - base(pixels)).abs().max()
+    with tokenformer.detached(model):
+        assert torch.equal(model(pixels), base(pixels))

@@ -57,12 +57,14 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _merge(args: argparse.Namespace) -> None:
-    from tokenformer.adapters import attach_all, merged
-    from tokenformer.files import refuse_existing
+    from tokenformer.adapters import attach_all, merged, split_weight
+    from tokenformer.files import refuse_existing, refuse_overlap
     from tokenformer.hub import save
     from tokenformer.hub.open import open_model
 
     refuse_existing(args.out, args.force)
+    for source in (args.base, *(split_weight(word)[0] for word in args.adapters)):
+        refuse_overlap(args.out, source)
     opened = open_model(args.base)
     model = merged(attach_all(opened.model, args.adapters))
     save(model, args.out, tokenizer_json=opened.tokenizer_json, force=args.force)
@@ -71,11 +73,13 @@ def _merge(args: argparse.Namespace) -> None:
 
 def _add(args: argparse.Namespace) -> None:
     from tokenformer.adapters import added, split_weight
-    from tokenformer.files import refuse_existing
+    from tokenformer.files import refuse_existing, refuse_overlap
     from tokenformer.hub.adapter_folder import read_adapter, write_adapter
 
     refuse_existing(args.out, args.force)
     weighted = [split_weight(word) for word in args.adapters]
+    for source, _ in weighted:
+        refuse_overlap(args.out, source)
     summed = added([(read_adapter(source), weight) for source, weight in weighted])
     write_adapter(args.out, summed.about, summed.tensors, summed.history, args.force)
     count = sum(tensor.numel() for tensor in summed.tensors.values())

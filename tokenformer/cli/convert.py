@@ -24,10 +24,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from tokenformer import hub
-    from tokenformer.files import refuse_existing
+    from tokenformer.files import refuse_existing, refuse_overlap
     from tokenformer.hub.open import open_model
 
     refuse_existing(args.out, args.force)
+    refuse_overlap(args.out, args.source)
     if args.merge_segments != bool(args.text):
         raise UserError("--merge-segments needs --text FILE, which nothing else does: give both or neither")
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer, weights=args.weights)

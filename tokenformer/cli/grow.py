@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokenformer.cli.main import source_arguments
 from tokenformer.config import PROJECTIONS
 from tokenformer.errors import UserError
+from tokenformer.parsing import is_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
 
     from tokenformer.config import load
     from tokenformer.config_growth import Growth
-    from tokenformer.files import refuse_existing
+    from tokenformer.files import refuse_existing, refuse_overlap
     from tokenformer.growth.make import make_tensors
     from tokenformer.growth.model import apply_plan
     from tokenformer.growth.plan import plan_growth
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.models import build, cost
 
     refuse_existing(args.out, args.force)
+    refuse_overlap(args.out, args.source, in_place=not is_file(args.out / "state.json"))  # never a run's checkpoint
     if args.text and not args.verify:
         raise UserError("--text is for verifying, and --no-verify leaves that out: give one of them")
     wanted = load(args.to).model if args.to else None

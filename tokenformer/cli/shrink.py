@@ -32,11 +32,12 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer import hub
     from tokenformer.cli.grow import text_ids
     from tokenformer.eval.images import sample_pixels
-    from tokenformer.files import refuse_existing
+    from tokenformer.files import refuse_existing, refuse_overlap
     from tokenformer.growth.shrink import shrink
     from tokenformer.hub.open import open_model
 
     refuse_existing(args.out, args.force)
+    refuse_overlap(args.out, args.source)
     if args.text is None and args.images is None and args.by == "energy":
         raise UserError("shrinking by energy measures on a text: give one with --text (or --images), or --by newest")
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer, weights=args.weights)

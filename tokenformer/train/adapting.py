@@ -70,11 +70,12 @@ def _named(name: str, wanted: str) -> bool:
 
 def builder(build: Build, base: Base, adapter: AdapterConfig) -> Build:
     """Return a function that builds a model whose base is frozen, and whose adapter counts in every call."""
+    names = set(base.tensors)  # not the tensors: they are to leave memory
 
     def frozen(config: ModelConfig) -> Any:
         model = build(config)
         for name, parameter in model.named_parameters():
-            if name in base.tensors and not any(_named(name, wanted) for wanted in adapter.also):
+            if name in names and not any(_named(name, wanted) for wanted in adapter.also):
                 parameter.requires_grad_(False)
                 if adapter.hold == "bf16":
                     parameter.data = parameter.data.bfloat16()

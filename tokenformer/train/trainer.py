@@ -125,7 +125,7 @@ class Trainer:
         self.model.history = history
         if self.base:
             self.layout.elsewhere = {name for name, p in self.layout.named.items() if not p.requires_grad}
-            self.base = self.base._replace(tensors={})  # they are in the model now
+            self.base = None  # its tensors are in the model now
         shares = {}
         if done:
             shares = growing.after_growth(self.layout, self.build_model, self.chain[done - 1], self.stages[done - 1])

@@ -19,6 +19,7 @@ from typing import BinaryIO, TypeVar
 
 from tokenformer.data import compressed
 from tokenformer.errors import UserError
+from tokenformer.files import refuse_same
 from tokenformer.parsing import is_file, is_folder
 
 Item = TypeVar("Item")
@@ -44,25 +45,26 @@ class Input:
 
 def find_inputs(inputs: Sequence[str | Path]) -> list[Input]:
     """Find the inputs that files, folders, globs or '-' name; folders and globs in the order of their names."""
-    found: list[Input] = []
+    found: list[str] = []
     for given in map(str, inputs):
         if given == STDIN:
-            found.append(Input(STDIN))
+            found.append(STDIN)
         elif is_file(Path(given)):
-            found += _members(str(Path(given)))  # a Path leaves out the end of `text.txt/.`
+            found.append(str(Path(given)))  # a Path leaves out the end of `text.txt/.`
         elif is_folder(given):
             inside = sorted(p for p in Path(given).rglob("*") if p.is_file() and not _hidden(p.relative_to(given)))
-            found += [s for p in inside for s in _members(str(p))]
+            found += map(str, inside)
         else:
             matches = sorted(p for p in glob.glob(given, recursive=True) if Path(p).is_file())
             if not matches:
                 raise UserError(f"there is no file, folder or match for '{given}': check the path")
-            found += [s for p in matches for s in _members(p)]
+            found += matches
     if not found:
         raise UserError(f"there are no files in {', '.join(map(str, inputs))}: give a folder that has some")
-    if sum(s.path == STDIN for s in found) > 1:
+    if found.count(STDIN) > 1:
         raise UserError("standard input ('-') is named twice: it can be read once")
-    return found
+    refuse_same(path for path in found if path != STDIN)
+    return [s for path in found for s in ([Input(STDIN)] if path == STDIN else _members(path))]
 
 
 def take_shard(files: Sequence[Item], shard: tuple[int, int] | None) -> list[Item]:

@@ -15,12 +15,13 @@ from tokenformer.config import DataConfig
 from tokenformer.config_data import IGNORED
 from tokenformer.data.loader import Loader
 from tokenformer.data.source import Field
-from tokenformer.data.text.indexed import Indexed, find_prefix
+from tokenformer.data.text.indexed import Indexed, find_prefix, set_files
 from tokenformer.data.text.official_order import OfficialOrder
 from tokenformer.data.text.parts import PARTS, bounds, part_edges
 from tokenformer.data.text.sets import set_tokenizer
 from tokenformer.data.text.tokenizer import Tokenizer, load_tokenizer
 from tokenformer.errors import UserError
+from tokenformer.files import refuse_same
 
 Piece = tuple[int, int]  # where tokens begin and end in the stream
 
@@ -108,7 +109,9 @@ def find_sets(config: DataConfig) -> list[Path]:
     """Return where the sets are that a config names, or refuse it; nothing is read."""
     if not config.sets:
         raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
-    return [find_prefix(path) for path in config.sets]
+    found = [find_prefix(path) for path in config.sets]
+    refuse_same(set_files(prefix)["index"] for prefix in found)
+    return found
 
 
 def open_sets(config: DataConfig, vocab: int | None = None) -> list[Indexed]:

@@ -27,7 +27,9 @@ def merge(paths: Sequence[str | Path], out: str | Path, seen: Callable[[int], ob
 
     The merged shards are, byte for byte, what `prepare` makes without shards. `out` is a path with the new name.
     """
+    files.refuse_same(paths)
     prefixes = list(dict.fromkeys(indexed.find_prefix(p).resolve() for p in paths))  # a set's files name it once
+    files.refuse_same(indexed.set_files(prefix)["index"] for prefix in prefixes)
     sets = [Indexed(p) for p in _shards_in_order(prefixes)]
     for other in sets[1:]:
         if other.dtype != sets[0].dtype:

@@ -262,6 +262,10 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Write the modelling file too, so that the folder loads without our package; remove an old manifest."""
+        if getattr(self.model, "adapters", None):
+            raise UserError(
+                "adapters are attached to this model: save the base, or what `tokenformer adapter merge` makes"
+            )
         if is_main_process:
             (Path(save_directory) / MANIFEST).unlink(missing_ok=True)
             write_text(Path(save_directory) / FILE, modeling_source())
