@@ -177,7 +177,7 @@ def test_a_conversation_remembers_until_it_is_told_not_to(model, folder, monkeyp
     [
         ([], "there is nothing to write"),
         (["--prompt", "a", "--interactive"], "give one of --prompt"),
-        (["--input-file", "missing.txt"], "missing.txt cannot be read"),
+        (["--input-file", "missing.txt"], "'missing.txt' cannot be read"),
         (["--prompt", "a", "--top-p", "7"], "top_p is 7.0: give at most 1"),
         (["--prompt", "a", "--top-p", "0.9"], "top_p is 0.9, but temperature 0 takes the most likely token"),
         (["--prompt", "a", "--top-k", "5", "--temperature", "0"], "top_k is 5, but temperature 0"),

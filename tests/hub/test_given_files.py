@@ -7,11 +7,15 @@ import shutil
 import pytest
 
 import tokenformer
-from tests.hub.conftest import refused, remade, write
+from tests.hub.conftest import SHAPE, refused, remade, write
 from tests.test_adapters import make_adapter
 from tests.train.conftest import config_file, one_thread, prepared, tiny  # noqa: F401 (fixtures)
+from tokenformer import config as native
 from tokenformer.cli.main import main
+from tokenformer.data.text.tokenizer import ByteTokenizer, train_tokenizer
 from tokenformer.files import write_manifest
+from tokenformer.hub.open import open_model
+from tokenformer.models import build
 
 # Outputs that exist
 
@@ -162,3 +166,33 @@ def test_half_a_surrogate_pair_is_one_sentence(originals, tmp_path, capsys):
 def test_prompts_without_an_end_are_refused(originals, capsys):
     said = refused(capsys, "generate", originals / "ours", "--input-file", "/dev/zero", "--device", "cpu")
     assert "give fewer at a time" in said
+
+
+# The tokenizer of a model that is loaded and saved
+
+
+@pytest.mark.parametrize("format", ["ours", "hf", "official"])
+def test_a_loaded_model_is_saved_with_its_tokenizer(tmp_path, format):
+    text = train_tokenizer(["to be or not to be"] * 9, 270).to_json()
+    tokenformer.save(build(SHAPE, seed=1), tmp_path / "first", format=format, tokenizer_json=text)
+    model = tokenformer.load(tmp_path / "first")
+    tokenformer.save(tokenformer.grow(model, ffn_tokens=32), tmp_path / "second")
+    assert (tmp_path / "second" / "tokenizer.json").read_text() == text
+    assert len(open_model(tmp_path / "second").tokenizer.encode("to be")) < 5  # bytes would be five
+
+
+def test_a_model_without_a_tokenizer_is_not_taken_for_bytes(tmp_path, capsys):
+    tokenformer.save(build(SHAPE, seed=1), tmp_path / "m")
+    assert "no tokenizer beside it" in refused(capsys, *write(tmp_path / "m"))
+    assert "--tokenizer byte" in refused(capsys, "eval", tmp_path / "m", "--text", __file__, "--device", "cpu")
+    assert main([str(word) for word in write(tmp_path / "m", "--tokenizer", "byte")]) == 0
+
+
+def test_a_run_that_starts_without_a_tokenizer_says_so(config_file, tmp_path, capsys):  # noqa: F811
+    config = native.load(config_file).model
+    for name, text in (("with", ByteTokenizer().to_json()), ("without", None)):
+        tokenformer.save(build(config), tmp_path / name, tokenizer_json=text)
+        out = ["--out", str(tmp_path / f"run-{name}"), f"start={tmp_path / name}", "steps=1"]
+        assert main(["train", str(config_file), *out]) == 0
+        said = capsys.readouterr()
+        assert ("no tokenizer lies beside these weights" in said.out + said.err) == (name == "without")

@@ -291,3 +291,10 @@ def test_a_vit_with_timms_weights_computes_what_timm_does(timm, name):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
         oblong = torch.randn(1, 3, 256, 192)
         torch.testing.assert_close(ours(oblong), theirs(oblong), rtol=0, atol=2e-5)
+
+
+def test_a_state_dict_knows_the_grid_of_its_patches():
+    wide, high = (ImageModel(variant(image_size=size)) for size in ([16, 32], [32, 16]))
+    with pytest.raises(RuntimeError, match=r"grid is .*2, 4.* in the state_dict and .*4, 2.* here"):
+        high.load_state_dict(wide.state_dict())
+    ImageModel(wide.config).load_state_dict(wide.state_dict())

@@ -308,3 +308,17 @@ def test_a_state_dict_knows_tau_theta_and_switches_and_holds_tensors_alone(tmp_p
     with pytest.raises(RuntimeError, match="theta is l2_norm_gelu in the state_dict and softmax here"):
         Pattention(16, 24, tokens=8, tau=[7.0], theta="softmax").load_state_dict(state)
     Pattention(16, 24, tokens=8).load_state_dict(dict(state))  # tensors alone, as files hold them
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("heads", 2), ("rotary_base", 5e5), ("rotary_fraction", 0.5), ("norm_eps", 0.1)]
+)
+def test_a_state_dict_knows_what_no_shape_shows(key, value):
+    state = LanguageModel(tiny()).state_dict()
+    other = LanguageModel(tiny(**{key: value}))
+    with pytest.raises(RuntimeError, match=f"{key} is .* in the state_dict and {value:g}.* here"):
+        other.load_state_dict(state)
+    other.load_state_dict(dict(state))  # tensors alone, as files hold them
+    for about in state._metadata.values():  # a state_dict of an older version
+        about.pop(key, None)
+    other.load_state_dict(state)

@@ -41,6 +41,7 @@ class ImageModel(Trunk):
         "head.weight": TABLE,
         "head.bias": ZERO,
     }
+    checked = (*Trunk.checked, "grid", "patch", "channels")
     entries = ("forward_features", "forward_intermediates")  # ways in beside forward (FSDP must know them)
     patches: Linear
 

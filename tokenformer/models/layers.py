@@ -29,16 +29,19 @@ class CheckedOnLoad(nn.Module):
 
     checked: ClassVar[tuple[str, ...]]
 
+    def checked_values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.checked}
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if prefix[:-1] in getattr(destination, "_metadata", {}):
-            destination._metadata[prefix[:-1]] |= {name: getattr(self, name) for name in self.checked}
+            destination._metadata[prefix[:-1]] |= self.checked_values()
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
-        for name in self.checked:
-            ours, theirs = getattr(self, name), local_metadata.get(name, getattr(self, name))
+        for name, ours in self.checked_values().items():
+            theirs = local_metadata.get(name, ours)
             if ours != theirs:
                 error_msgs.append(
                     f"{prefix}{name} is {theirs} in the state_dict and {ours} here: the same tensors would compute "

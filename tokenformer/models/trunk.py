@@ -15,6 +15,7 @@ from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.models.cost import Cost, cost
 from tokenformer.models.layers import (
+    CheckedOnLoad,
     Linear,
     Norm,
     Pattention,
@@ -164,9 +165,10 @@ class Block(nn.Module):
         return x + fused(x, [ffn], theta, centred=True)[0] * per_sample(view.drop[1], x)
 
 
-class Trunk(nn.Module):
+class Trunk(CheckedOnLoad):
     """Blocks and the final norm. A model is a trunk with ends of its own, or holds several."""
 
+    checked = ("heads", "norm_eps", "rotary_fraction", "rotary_base")  # of the config: no shape shows them
     ends: ClassVar[Mapping[str, Role]] = {"norm.weight": ONE, "norm.bias": ZERO}  # parameters outside the blocks
 
     def __init__(self, config: ModelConfig, **first: nn.Module) -> None:
@@ -182,6 +184,9 @@ class Trunk(nn.Module):
             self.add_module(name, module)
         self.blocks = nn.ModuleList(Block(self.config, layer) for layer in range(config.layers))
         self.norm = Norm(config, affine=True)
+
+    def checked_values(self) -> dict[str, Any]:
+        return {name: getattr(self.config, name) for name in self.checked}
 
     def view(self, x_BTD: Tensor, positions: Tensor | None = None, **fields: Any) -> View:
         """Make the View of x. `positions` (T,) or (B, T), absent: they continue the cache. `fields`: of the View."""
