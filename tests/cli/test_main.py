@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tokenformer import cli
+import tokenformer
+from tokenformer import LanguageModel, ModelConfig, cli
 from tokenformer.cli.main import build_parser, main, verbs
 from tokenformer.terminal import table
 
+SHAPE = {"layers": 1, "dim": 32, "heads": 2, "qkv_tokens": 8, "proj_tokens": 8, "ffn_tokens": 8, "context": 16}
 QUIET = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
 
 
@@ -97,3 +99,29 @@ def test_letters_that_the_terminal_has_not_are_escaped(tmp_path):
         text=True,
     )
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/\\xe9\\u65e5.json\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 in the environment, but MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "9"}, "but RANK is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment"),
+    ],
+)
+def test_processes_that_cannot_find_each_other_are_told_of_torchrun(given, sentence, tmp_path, monkeypatch, capsys):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "a.txt").write_text("text " * 100)
+    assert main(["prepare", str(tmp_path / "a.txt"), "--tokenizer", "byte", "--out", str(tmp_path)]) == 0
+    tokenformer.save(LanguageModel(ModelConfig(**SHAPE, vocab=384)), tmp_path / "model")
+    capsys.readouterr()
+    train = ["train", str(tmp_path / "model"), f"data.path={tmp_path}/a", "batch=2", "steps=1"]
+    for words in (
+        [*train, "--out", str(tmp_path / "run")],
+        ["eval", str(tmp_path / "model"), "--text", str(tmp_path / "a"), "--tokenizer", "byte"],
+    ):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert sentence in said and "torchrun" in said and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
