@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tokenformer.cli.main import build_parser, main
+from tokenformer.data.text.tokenizer import load_tokenizer
 from tokenformer.hub import load, save
 from tokenformer.hub.open import read_config
 from tokenformer.models import LanguageModel, cost
@@ -181,3 +182,19 @@ def test_every_verb_has_a_help_with_an_example(capsys):
     assert {"info", "convert"} <= set(actions.choices)
     for name, parser in actions.choices.items():
         assert f"tokenformer {name} " in parser.format_help(), name
+
+
+def test_a_tokenizer_instead_of_the_models_own_is_said(tmp_path, capsys):
+    config = read_config("lm/150m", overrides=["model.layers=1", "model.dim=32", "model.heads=2"]).model
+    save(LanguageModel(config), tmp_path / "a", tokenizer_json=load_tokenizer("byte").to_json())
+    (tmp_path / "text.txt").write_text("text")
+    verbs = {
+        "convert": ["--to", "ours", "--force", "--out", str(tmp_path / "b")],
+        "generate": ["--prompt", "a", "--tokens", "1", "--device", "cpu"],
+        "eval": ["--text", str(tmp_path / "text.txt"), "--device", "cpu"],
+    }
+    for verb, words in verbs.items():
+        for name in ("gpt-neox-20b", "byte"):
+            assert main([verb, str(tmp_path / "a"), *words, "--tokenizer", name]) == 0
+            said = f"the tokenizer {name} is used instead of {tmp_path / 'a'}'s own"
+            assert (said in capsys.readouterr().err) == (name != "byte")
