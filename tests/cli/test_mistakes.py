@@ -16,6 +16,7 @@ train                                           | required: CONFIG (see tokenfor
 train smal.yml                                  | nothing at smal.yml: did you mean small.yml?
 train my/smal.yml                               | nothing at my/smal.yml: did you mean my/small.yml?
 train lm/160m                                   | did you mean the preset 'lm/150m'?
+prepare book.txt --split 9                       | there is no option --split: leave it out
 train small.yml --steps 10                      | settings are written without dashes, as steps=10
 train small.yml --batch-size=8                  | settings are written without dashes, as batch=8
 train small.yml --learning-rate 1e-3            | settings are written without dashes, as optimizer.rate=1e-3

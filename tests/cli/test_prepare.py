@@ -1,6 +1,7 @@
 """`tokenformer prepare` as a user meets it."""
 
 import json
+import os
 
 import pytest
 
@@ -70,3 +71,9 @@ def test_the_same_set_is_merged_and_blended_once(capsys, tmp_path):
         assert not (tmp_path / "c_text_document.bin").exists()
     with pytest.raises(UserError, match="given twice"):
         find_sets(DataConfig(path={str(tmp_path / "a"): 1.0, str(tmp_path / "a_text_document.idx"): 2.0}))
+
+
+def test_a_pipe_with_a_name_is_said_to_be_no_file(capsys, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    code, _, err = run(capsys, "prepare", tmp_path / "pipe", "--out", tmp_path / "o", "--tokenizer", "byte")
+    assert code == 2 and "pipe is neither a file nor a folder" in err

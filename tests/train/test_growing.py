@@ -172,7 +172,7 @@ def test_a_plan_that_cannot_be_or_does_not_lead_to_the_checkpoint_is_refused_bef
     assert not (tmp_path / "none").exists()
     train_until(20, tiny(TWICE), tmp_path / "run")
     for other in ("growth=[]", TWICE.replace("48", "64")):
-        with pytest.raises(UserError, match="does not lead to"):
+        with pytest.raises(UserError, match="is not the one that the config describes after its first"):
             Trainer(tiny(other), tmp_path / "run", resume=True).run()
 
 

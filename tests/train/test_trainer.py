@@ -260,7 +260,7 @@ def test_resume_with_an_architecture_that_the_config_does_not_lead_to(tiny, tmp_
     train(tiny("steps=3"), tmp_path / "run")
     path = tmp_path / "run" / "config.yml"
     path.write_text(path.read_text().replace("layers: 2", "layers: 1"))
-    with pytest.raises(UserError, match="holds a model that the config does not lead to"):
+    with pytest.raises(UserError, match="is not the one that the config describes: resume"):
         Trainer(tiny("model.layers=1"), tmp_path / "run", resume=True).run()
 
 

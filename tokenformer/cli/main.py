@@ -111,6 +111,8 @@ class Verb(argparse.ArgumentParser):
         if name.startswith("--") and self.prog.split()[-1] in WITH_SETTINGS and (key := as_key(name[2:])):
             value = value or (words[1] if len(words) > 1 else "VALUE")
             self.error(f"there is no option {name}: settings are written without dashes, as {key}={value}")
+        if name.startswith("-"):
+            self.error(f"there is no option {name}: leave it out")
         self.error(f"{words[0]} is one word too many: leave it out")
 
     def parse_known_args(self, args=None, namespace=None):

@@ -165,8 +165,9 @@ class Trainer:
                 self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
             done = len(self.grown.steps)
             if done >= len(self.chain) or read_config(self.found.path / "model") != self.chain[done]:
+                after = f" after its first {done} growths" if done else ""
                 raise UserError(
-                    f"{self.found.path} holds a model that the config does not lead to by {done} growths: "
+                    f"the model in {self.found.path} is not the one that the config describes{after}: "
                     "resume with the config that the run was made with"
                 )
         if self.config.train.ema and self.place.degrees.pipeline > 1:

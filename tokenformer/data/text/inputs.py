@@ -54,6 +54,8 @@ def find_inputs(inputs: Sequence[str | Path]) -> list[Input]:
         elif is_folder(given):
             inside = sorted(p for p in Path(given).rglob("*") if p.is_file() and not _hidden(p.relative_to(given)))
             found += map(str, inside)
+        elif os.path.exists(given):
+            raise UserError(f"{given} is neither a file nor a folder: give one, or pass it by standard input ('-')")
         else:
             matches = sorted(p for p in glob.glob(given, recursive=True) if Path(p).is_file())
             if not matches:
