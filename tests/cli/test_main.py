@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tokenformer import cli
+import tokenformer
+from tokenformer import LanguageModel, ModelConfig, cli
 from tokenformer.cli.main import build_parser, main, verbs
 from tokenformer.terminal import table
 
+SHAPE = {"layers": 1, "dim": 32, "heads": 2, "qkv_tokens": 8, "proj_tokens": 8, "ffn_tokens": 8, "context": 16}
 QUIET = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
 
 
@@ -75,3 +77,51 @@ def test_help_shows_every_command_in_the_order_of_work_and_an_example():
     assert "example: tokenformer train" in said
     order = [said.index(f"\n    {name}") for name in ("prepare", "train", "plot", "generate", "grow", "slurm")]
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize("words", [["info", "lm/150m"], ["train", "--keys"], ["--help"]])
+def test_output_to_a_full_disk_is_one_sentence(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tokenformer", *words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr == "tokenformer: standard output cannot be used (No space left on device): check it\n"
+
+
+def test_letters_that_the_terminal_has_not_are_escaped(tmp_path):
+    (tmp_path / "é日.txt").write_text("text")
+    tokenizer = ["tokenizer", "train", str(tmp_path / "é日.txt"), "--vocab", "257", "--out", str(tmp_path / "é日.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tokenformer", *tokenizer],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/\\xe9\\u65e5.json\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 in the environment, but MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "9"}, "but RANK is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment"),
+    ],
+)
+def test_processes_that_cannot_find_each_other_are_told_of_torchrun(given, sentence, tmp_path, monkeypatch, capsys):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "a.txt").write_text("text " * 100)
+    assert main(["prepare", str(tmp_path / "a.txt"), "--tokenizer", "byte", "--out", str(tmp_path)]) == 0
+    tokenformer.save(LanguageModel(ModelConfig(**SHAPE, vocab=384)), tmp_path / "model")
+    capsys.readouterr()
+    train = ["train", str(tmp_path / "model"), f"data.path={tmp_path}/a", "batch=2", "steps=1"]
+    for words in (
+        [*train, "--out", str(tmp_path / "run")],
+        ["eval", str(tmp_path / "model"), "--text", str(tmp_path / "a"), "--tokenizer", "byte"],
+    ):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert sentence in said and "torchrun" in said and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()

@@ -7,6 +7,7 @@ import argparse
 import difflib
 import errno
 import importlib
+import io
 import itertools
 import os
 import re
@@ -141,11 +142,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     # before torch is imported: OpenMP's threads then sleep while they wait for each other. By default they spin, which
     # on a busy machine takes the cores from those that work: there training was 4 to 8 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    args, left = build_parser().parse_known_args(argv)
-    if left:
-        args.parser.refuse(left)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a text may have letters that the terminal has not
     try:
-        return args.run(args) or 0
+        try:
+            args, left = build_parser().parse_known_args(argv)
+            if left:
+                args.parser.refuse(left)
+            code = args.run(args) or 0
+        except SystemExit:  # --help, or a mistake in the words
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)  # what cannot be written is noticed here, not while Python shuts down
+        return code
     except UserError as error:
         print(f"tokenformer: {cut(error, LONGEST)}", file=sys.stderr)
         return 2
@@ -155,9 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_output()
         return 0
     except OSError as error:  # of the disk or of a name that no file can have: no fault of the program
-        if error.errno not in OF_THE_SYSTEM or error.filename is None:
+        if error.errno not in OF_THE_SYSTEM or (error.filename is None and not _output_fails()):
             raise
-        print(f"tokenformer: {cut(error.filename)} cannot be used ({error.strerror}): check it", file=sys.stderr)
+        name = "standard output" if error.filename is None else cut(error.filename)
+        if error.filename is None:
+            drop_output()
+        print(f"tokenformer: {name} cannot be used ({error.strerror}): check it", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tokenformer: interrupted", file=sys.stderr)
@@ -167,6 +179,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"tokenformer: {said}: give smaller batches, or a device with more of it", file=sys.stderr)
         return 2
+
+
+def _output_fails() -> bool:
+    """Tell whether what was printed cannot be written to standard output, such as a file on a full disk."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _reader_left() -> bool:

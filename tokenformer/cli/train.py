@@ -81,9 +81,11 @@ def run(args: argparse.Namespace) -> int:
 def check(config: "Config", folder: Path, resume: bool) -> None:
     """Refuse frequent mistakes before torch is imported, which takes seconds; the trainer checks everything."""
     from tokenformer.data.text.samples import find_sets
+    from tokenformer.eval.ranks import check_launcher
     from tokenformer.growth.progressive import resolve
     from tokenformer.train.run import earlier, with_batch_sizes
 
+    check_launcher()
     resolve(config)
     before = earlier(folder, resume)
     if before is None and os.environ.get("WORLD_SIZE", "1") == "1":

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from tokenformer.errors import UserError
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -19,10 +21,25 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def check_launcher() -> None:
+    """Refuse an environment that names several processes but not how they find each other."""
+    number = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
+    for name, value in number.items():
+        if not value.isdecimal():
+            raise UserError(f"{name} is '{value[:80]}' in the environment: start with torchrun, or unset {name}")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world() > 1 and missing:
+        raise UserError(
+            f"WORLD_SIZE is {world()} in the environment, but {missing[0]} is not set: start the processes with "
+            "torchrun, or unset WORLD_SIZE to use one"
+        )
+
+
 def local_device(name: str | None) -> str | None:
     """Return the GPU of this process, where several share a machine and none is named."""
     import torch
 
+    check_launcher()
     if name in (None, "cuda") and world() > 1 and torch.cuda.is_available():
         return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     return name
