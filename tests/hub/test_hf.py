@@ -471,3 +471,21 @@ def test_an_exported_model_takes_adapters_and_is_not_saved_with_them(tmp_path):
     with pytest.raises(UserError, match="adapters are attached to this model"):
         model.save_pretrained(tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("sizes", [{"ffn_tokens": 200}, {"layers": 4, "qkv_tokens": 100}])
+def test_a_grown_model_in_a_wrapper_is_saved_with_its_own_config(one, tmp_path, sizes):
+    one[1].save_pretrained(tmp_path / "small")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    with pytest.raises(UserError, match="grow that one"):
+        tokenformer.grow(model, **sizes)
+    model.model = tokenformer.grow(model.model, **sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # as training does
+    model.save_pretrained(tmp_path / "grown")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
+    ids = torch.arange(6)[None]
+    assert again.model.config == model.model.config and len(again.model.history) == 1
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), model.model.generate(ids, 3))

@@ -9,7 +9,7 @@ import torch
 
 from tests.hub.test_images import VIT, X, trained
 from tests.hub.test_remote import run_without_us
-from tokenformer import load, save
+from tokenformer import grow, load, save
 from tokenformer.data.images.decode import Cropping
 from tokenformer.infer.images import reading
 
@@ -79,3 +79,14 @@ def test_an_export_says_the_size_of_training_and_the_same_shorter_side_as_evalua
     picture = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     one, other = (Cropping(24, dataclasses.replace(found, crop_pct=c)) for c in (crop_pct, found.crop_pct))
     assert size == 24 and np.array_equal(one.evaluation(picture), other.evaluation(picture))
+
+
+def test_a_grown_image_model_in_a_wrapper_is_saved_with_its_own_config(tmp_path):
+    from tokenformer.hub.hf import TokenFormerForImageClassification, TokenFormerImageConfig
+
+    keys = {"layers": 2, "dim": 32, "heads": 4, "image_size": 16, "patch": 8, "classes": 3}
+    config = TokenFormerImageConfig(**keys, qkv_tokens=8, proj_tokens=8, ffn_tokens=16)
+    model = TokenFormerForImageClassification(config)
+    model.model = grow(model.model, ffn_tokens=32)
+    model.save_pretrained(tmp_path / "grown")
+    assert load(tmp_path / "grown").config.ffn_tokens == [16, 16]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenformer.config import LayerOverride, ModelConfig
+from tokenformer.errors import UserError
 from tokenformer.hub import load
 from tokenformer.models import Cache, LanguageModel, Pattention
 
@@ -322,3 +323,15 @@ def test_a_state_dict_knows_what_no_shape_shows(key, value):
     for about in state._metadata.values():  # a state_dict of an older version
         about.pop(key, None)
     other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("wrong", [64, -1])
+def test_labels_outside_the_vocabulary_are_refused_as_ids_are(wrong):
+    with pytest.raises(UserError, match=f"labels go from .*{wrong}.*, but the vocabulary from 0 to 63"):
+        LanguageModel(tiny())(ids(1, 4), labels=torch.tensor([[1, wrong, 2, 3]]))
+
+
+@pytest.mark.parametrize("word", ["label", "attention_mask"])
+def test_an_unknown_word_names_the_model_and_its_words(word):
+    with pytest.raises(UserError, match=f"LanguageModel knows no '{word}': its words are ids, labels, .* mask"):
+        LanguageModel(tiny())(ids(1, 4), **{word: ids(1, 4)})

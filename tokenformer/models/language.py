@@ -15,7 +15,7 @@ from tokenformer.errors import UserError
 from tokenformer.models.init import init_weights
 from tokenformer.models.layers import Linear, readable
 from tokenformer.models.names import TABLE, Role
-from tokenformer.models.trunk import Cache, Trunk
+from tokenformer.models.trunk import Cache, Trunk, View
 from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy, summed_loss
 
 
@@ -60,8 +60,12 @@ class LanguageModel(Trunk):
         if labels.shape != hidden_BTD.shape[:-1]:
             shapes = f"{tuple(labels.shape)}, but the input {tuple(hidden_BTD.shape[:-1])}"
             raise UserError(f"labels have the shape {shapes}: give each position a label, -100 where there is none")
-        loss_sum, count = self.loss(hidden_BTD, labels)
-        return Output(loss_sum=loss_sum, count=count)
+        if torch.compiler.is_compiling():
+            return Output(None, *self.loss(hidden_BTD, labels))
+        try:
+            return Output(None, *self.loss(hidden_BTD, labels))
+        except IndexError:
+            raise self._outside("labels", labels) from None
 
     def hidden(
         self,
@@ -75,6 +79,10 @@ class LanguageModel(Trunk):
 
         `positions` (T,) or (B, T). `fields`: those of a `View`, such as documents, mask, cache.
         """
+        for name in fields:
+            if name not in View._fields[1:]:
+                known = ", ".join(["ids", "labels", "embeddings", "positions", *View._fields[1:]])
+                raise UserError(f"{type(self).__name__} knows no '{name}': its words are {known}")
         if (ids is None) == (embeddings is None):
             raise UserError("a language model reads ids or embeddings: give one of them")
         x_BTD = (self.embed(ids) if embeddings is None else embeddings).to(self.compute_dtype)
@@ -91,8 +99,11 @@ class LanguageModel(Trunk):
         try:
             return self.embedding(ids)
         except IndexError:
-            most = f"ids go from {ids.min()} to {ids.max()}, but the vocabulary from 0 to {self.config.vocab - 1}"
-            raise UserError(f"{most}: encode the text with the model's own tokenizer") from None
+            raise self._outside("ids", ids) from None
+
+    def _outside(self, what: str, ids: Tensor) -> UserError:
+        most = f"{what} go from {ids.min()} to {ids.max()}, but the vocabulary from 0 to {self.config.vocab - 1}"
+        return UserError(f"{most}: encode the text with the model's own tokenizer")
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         if self.head is not None and not readable(self.head):

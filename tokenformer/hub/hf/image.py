@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tokenformer.errors import UserError
 from tokenformer.files import write_text
-from tokenformer.hub.hf.language import HFBlock, TokenFormerConfig
+from tokenformer.hub.hf.language import TokenFormerConfig
 from tokenformer.hub.remote import FILE, IMAGE_MAP, modeling_source
 from tokenformer.models.image import ImageModel
 from tokenformer.models.init import initial
@@ -54,12 +54,16 @@ class TokenFormerForImageClassification(PreTrainedModel):
     def __init__(self, config: TokenFormerImageConfig) -> None:
         super().__init__(config)
         self.model = ImageModel(config.to_native(), seed=int(torch.randint(2**31, (), device="cpu")))
-        for block in self.model.blocks:
-            block.__class__ = HFBlock
         for parameter in self.parameters():
             if not parameter.is_meta:  # the native model has filled itself
                 setattr(parameter, "_is_hf_initialized", True)  # noqa: B010
         self.post_init()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Another model, such as the one that `tokenformer.grow(self.model, …)` returns, brings its config with it."""
+        if name == "model" and isinstance(value, ImageModel):
+            self.config.follow(value)
+        super().__setattr__(name, value)
 
     @can_return_tuple
     def forward(

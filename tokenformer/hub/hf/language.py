@@ -64,8 +64,20 @@ class TokenFormerConfig(PreTrainedConfig):
             for close in difflib.get_close_matches(name, names, n=1, cutoff=0.8):
                 raise UserError(f"unknown key '{name}' in a TokenFormerConfig: did you mean '{close}'?")
         super().__init__(**{name: value for name, value in keys.items() if name not in names})
-        for name, value in (dict.fromkeys(names) | to_dict(build(ModelConfig, own).resolved())).items():
+        self._take(build(ModelConfig, own).resolved())
+
+    def _take(self, config: ModelConfig) -> None:
+        names = [field.name for field in dataclasses.fields(ModelConfig)]
+        for name, value in (dict.fromkeys(names) | to_dict(config)).items():
             setattr(self, name, value)
+
+    def follow(self, model: Any) -> None:
+        """Take the keys and the growths of a native model that is to be held, and prepare its blocks."""
+        for block in model.blocks:
+            block.__class__ = HFBlock
+        if model.config != self.to_native().resolved():
+            self._take(model.config)
+            self.history = model.history
 
     @classmethod
     def from_native(cls, config: ModelConfig, **keys: Any) -> "TokenFormerConfig":
@@ -121,7 +133,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: TokenFormerConfig) -> None:
         super().__init__(config)
         self._check_attention()
-        self._hold(self.native(config.to_native(), seed=int(torch.randint(2**31, (), device="cpu"))))
+        self.model = self.native(config.to_native(), seed=int(torch.randint(2**31, (), device="cpu")))
         self.model.history = list(getattr(config, "history", None) or [])
         for parameter in self.parameters():
             if not parameter.is_meta:  # the native model has filled itself
@@ -133,17 +145,18 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         """Wrap a native model, whose tensors are shared and not copied."""
         with torch.device("meta"):
             wrapped = cls(TokenFormerConfig.from_native(model.config, history=model.history, **keys))
-        wrapped._hold(model)
+        wrapped.model = model
         return wrapped.train(model.training)
 
     def _check_attention(self) -> None:
         if self.config._attn_implementation == "eager":
             raise UserError('attn_implementation "eager" does not exist here, attention is fused: leave it out')
 
-    def _hold(self, model: LanguageModel) -> None:
-        for block in model.blocks:
-            block.__class__ = HFBlock
-        self.model = model
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Another model, such as the one that `tokenformer.grow(self.model, …)` returns, brings its config with it."""
+        if name == "model" and isinstance(value, LanguageModel):
+            self.config.follow(value)
+        super().__setattr__(name, value)
 
     @can_return_tuple
     def forward(
