@@ -211,3 +211,13 @@ def test_a_hub_name_is_downloaded_cached_and_resumed(tmp_path):
     assert run("owner/model", HF_HUB_OFFLINE="1") == first  # from the cache
     assert "the hub cannot be reached" in run("owner/unseen", HF_HUB_OFFLINE="1")
     assert "the hub cannot be reached" in run("owner/unseen")  # the server is gone
+
+
+def test_a_wrapper_and_tensors_without_values_are_not_saved(tmp_path):
+    model = LanguageModel(SEGMENTED)
+    for wrapper in (torch.optim.swa_utils.AveragedModel(model), torch.compile(model)):
+        with pytest.raises(UserError, match=f"{type(wrapper).__name__} is not a model of this package: save the Lang"):
+            save(wrapper, tmp_path / "m")
+    with pytest.raises(UserError, match=r"'embedding.weight' is not whole in memory"):
+        save(LanguageModel(SEGMENTED).to("meta"), tmp_path / "m")
+    assert not (tmp_path / "m").exists()

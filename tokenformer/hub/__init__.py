@@ -44,6 +44,13 @@ def save(
     `tokenizer_json` is written beside it; absent: the tokenizer that lay beside the weights that were loaded.
     Weights go into files of at most `max_shard_size` bytes (such as "500MB"; 5 GB) each; `official` is one file always.
     """
+    if not hasattr(type(model), "trunks"):  # a wrapper's instances may pass the attributes of the model on
+        inside = "the LanguageModel or ImageModel that it wraps (often its .module or .model)"
+        raise UserError(f"{type(model).__name__} is not a model of this package: save {inside}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or hasattr(parameter, "device_mesh"):
+            why = "it is sharded over ranks, offloaded or on the meta device"
+            raise UserError(f"'{name}' is not whole in memory ({why}): gather or load its values first, then save")
     own = getattr(model, "tokenizer_json", None)
     more: dict[str, Any] = {"tokenizer_json": own if tokenizer_json is None else tokenizer_json, "force": force}
     if getattr(model, "adapters", None):
