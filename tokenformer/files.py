@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tokenformer.errors import UserError
-from tokenformer.parsing import is_file, read_json, shown
+from tokenformer.parsing import is_file, is_folder, read_json, shown
 
 MANIFEST = "manifest.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -150,9 +150,11 @@ def refuse_overlap(out: str | Path, source: str | Path, in_place: bool = False) 
 
     A folder that stands in a run beside its checkpoints is fine; so is the source itself with `in_place`.
     """
+    if not is_folder(source) and not is_file(source):
+        return  # whoever reads it says so
     inside = Path(source) / "checkpoints"
     made, read = (Path(path).resolve() for path in (out, inside if inside.is_dir() else source))
-    if not read.exists() or (in_place and made == read):
+    if in_place and made == read:
         return
     if made == read or made in read.parents or read in made.parents:
         what = "is" if made == Path(source).resolve() else "holds" if made in read.parents else "lies in"

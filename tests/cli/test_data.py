@@ -74,7 +74,7 @@ def test_split_then_merge_is_the_set(prepared, capsys, tmp_path):
         (["prepare", "x", "--workers", "0"], "--workers is 0"),
         (["prepare", "x", "--separator", ""], "--separator is empty"),
         (["tokenizer", "train", "nowhere.txt", "--vocab", "300"], "there is no file, folder or match"),
-        (["tokenizer", "train", "x", "--vocab", "3"], "--vocab 3 cannot hold all bytes"),
+        (["tokenizer", "train", __file__, "--vocab", "3"], "a vocabulary of 3 cannot hold all bytes"),
         (["tokenizer", "info", "nowhere"], "there is no tokenizer 'nowhere'"),
     ],
 )
