@@ -30,7 +30,7 @@ def test_the_script_is_bash_and_says_what_was_asked(tmp_path, capsys):
     "settings, message",
     [
         (["parallel.shard=3"], "which does not divide 8"),
-        (["parallel.token=8"], "does not divide model.heads 12"),
+        (["parallel.token=8"], "give a divisor of model.heads, which is 12"),
         (["batch=100"], "batch 100 cannot be cut into micro-batches"),
         (["data.path=null"], "data.path is missing"),
         (["--time", "banana"], "--time is 'banana'"),
