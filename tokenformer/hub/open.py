@@ -280,7 +280,8 @@ def open_model(
         if dataclasses.replace(config, vocab=own.vocab).resolved() != own:
             raise UserError(f"{source} carries its own config, and the other one differs: leave the other one out")
     own_text = opened._beside if named is not None and os.environ.get("RANK", "0") == "0" else None
-    if named and own_text and not same_tokenizer(FileTokenizer(own_text, "of the model", 0), named):
+    fits = named is not None and named.vocab_size <= opened.config.vocab  # one that does not is refused later
+    if named and fits and own_text and not same_tokenizer(FileTokenizer(own_text, "of the model", 0), named):
         print(f"the tokenizer {tokenizer} is used instead of {source}'s own, which is another", file=sys.stderr)
     return opened
 
