@@ -4,13 +4,14 @@
 # make lint    linter and type checker alone, of the files that git knows
 # make setup   an environment in .venv with everything the tests need
 # make test-slow    soaks and the fuzzer, a quarter of an hour on two cores
+# make test-serve   the server under load and its page in a browser (Debian's chromium), some minutes
 # make test-pages   the tutorial with all its steps, a quarter of an hour
 # For those who change the code for clusters: make test-hosts, two hosts on this machine (a real Slurm, network namespaces; Debian, as root)
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup test test-slow test-pages test-hosts hosts lint demo docs clean
+.PHONY: setup test test-slow test-pages test-serve test-hosts browser hosts lint demo docs clean
 
 setup: .venv/.tests
 
@@ -25,7 +26,7 @@ setup: .venv/.tests
 .venv/.tests: .venv/.base
 	@echo 'downloading what the tests need: transformers, lm_eval, matplotlib, tensorboard, wandb, … (.venv then has about 3 GB, with a CUDA build of PyTorch more)'
 	$(PIP) -e '.[test]'
-	$(PIP) --no-deps timm  # its torchvision is a CUDA build, beside which transformers' image processors do not import
+	$(PIP) --no-deps timm open_clip_torch  # their torchvision is a CUDA build, beside which transformers' image processors do not import
 	touch $@
 
 .venv/.docs: .venv/.base
@@ -39,13 +40,21 @@ lint: setup
 
 test: lint
 	@echo 'running the tests: about 15 minutes on two cores'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not hosts'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not hosts' -rs
 
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not hosts' --durations=0 -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not hosts' --ignore tests/test_pages.py --durations=0 -rs
 
 test-pages: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_pages.py
+
+test-serve: setup browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or browser' -rs tests/serve
+
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null; } || \
+	echo "NOT RUN: the page in a browser: it needs Debian's chromium and chromium-driver, and root to install them"
 
 test-hosts: setup hosts
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m hosts tests/parallel

@@ -177,7 +177,7 @@ def test_names_and_weights_that_cannot_be(folders):
     for action, said in (
         (lambda: tokenformer.attach(model, folders["b"], "a"), "has a switch 'a' already"),
         (lambda: tokenformer.attach(model, folders["b"], ""), "needs a name"),
-        (lambda: tokenformer.active(model, {"b": 1.0}), "no adapter 'b' is attached: there are a"),
+        (lambda: tokenformer.active(model, {"b": 1.0}), "no adapter or switch 'b': there are a"),
         (lambda: tokenformer.active(model, {"a": float("nan")}), "the weight of 'a' is nan"),
         (lambda: tokenformer.attach(other, folders["a"], "a"), "no parameter tokens"),
     ):

@@ -24,11 +24,13 @@ MAY = {
     "data": {"config"} | OPEN,
     "parallel": {"models", "ops", "config"} | OPEN,
     "hub": {"data", "models", "config"} | OPEN,
+    "hub/hf": {"hub", "adapters", "data", "models", "config"} | OPEN,  # a model of transformers attaches adapters
     "infer": {"models", "ops", "config"} | OPEN,
     "adapters": {"growth", "hub", "models", "config"} | OPEN,
     "train": BELOW | {"adapters"} | OPEN,
     "eval": {"infer", "hub", "data", "models", "config"} | OPEN,
-    "cli": BELOW | {"adapters", "train", "infer", "eval"} | OPEN,
+    "serve": {"infer", "hub", "adapters", "data", "models", "config"} | OPEN,
+    "cli": BELOW | {"adapters", "train", "infer", "eval", "serve"} | OPEN,
     "__init__": BELOW | {"adapters", "errors"},
     "__main__": {"cli"},
 }
@@ -44,6 +46,9 @@ OPTIONAL = (
     "PIL",
     "deepspeed",
     "zstandard",
+    "starlette",
+    "uvicorn",
+    "jinja2",
 )
 
 
@@ -64,7 +69,8 @@ def imports(path: Path) -> set[str]:
 
 
 def room(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    parts = path.relative_to(PACKAGE).parts
+    first = "hub/hf" if parts[:2] == ("hub", "hf") else parts[0].removesuffix(".py")
     return "config" if first.startswith("config_") else first  # config.py and the sections declared beside it
 
 

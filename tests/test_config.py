@@ -69,7 +69,7 @@ def test_whole_floats_are_whole_numbers_and_a_base_is_laid_under(tmp_path):
         (SMALL, ["train.clip=.inf"], "train.clip is inf"),
         (SMALL, ["optimizer.betas=[0.9, 1.0]"], "optimizer.betas is 1.0: give a number below 1"),
         (SMALL, ["data.path={books: 0}"], "data.path.books is 0.0: give a number above 0"),
-        (SMALL, ["growth=[{at: {step: 0}}]"], "growth[0].at.step is 0.0: give a number above 0"),
+        (SMALL, ["growth=[{at: {step: -1}}]"], "growth[0].at.step is -1.0: give 0 or more"),
         (SMALL, ["model.layers=true"], "must be a whole number"),
         (SMALL, ["optimizer.rate=true"], "optimizer.rate is True, but must be a number"),
         (SMALL, ["model.layers=2.5"], "must be a whole number"),
@@ -212,8 +212,9 @@ def test_every_preset_loads_and_goes_to_yaml_and_back():
     for name in c.presets():
         config = c.load(name)
         assert c.build(Config, c.parse_yaml(c.to_yaml(config), name)) == config
-        if config.model.kind == "tokenformer":
-            assert config.model.resolved().tau["qkv"][0] == pytest.approx(math.sqrt(config.model.segments("qkv")[0][0]))
+        for model in config.model.trunks.values() or [config.model]:
+            if model.kind == "tokenformer":
+                assert model.resolved().tau["qkv"][0] == pytest.approx(math.sqrt(model.segments("qkv")[0][0]))
 
 
 def test_the_key_on_is_text_though_yaml_reads_it_as_true():

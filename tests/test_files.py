@@ -1,5 +1,6 @@
 """Files are whole or not there."""
 
+import errno
 import json
 import os
 
@@ -42,8 +43,14 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be made"), atomic_folder(tmp_path / "file" / "out"):
         pass
-    with pytest.raises(UserError, match="could not be written"), atomic_folder(tmp_path / "out"):
-        raise OSError(28, "No space left on device")
+    for number, do in (
+        (errno.ENOSPC, "make room, or choose"),
+        (errno.EDQUOT, "make room, or choose"),
+        (errno.EIO, "choose"),
+    ):
+        sentence = rf"could not be written \(\[Errno {number}\] {os.strerror(number)}\): {do} another place"
+        with pytest.raises(UserError, match=sentence), atomic_folder(tmp_path / "out"):
+            raise OSError(number, os.strerror(number))
     assert os.listdir(tmp_path) == ["file"]
 
 

@@ -38,12 +38,16 @@ ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 ELSEWHERE = {  # part of a command → why it cannot run here
     "Haiyang-W/": "network",
+    "tokenformer pull": "network",
     "--model tokenformer": "network",
     "torchrun": "several GPUs",
     "eval vit": "ImageNet, which may not be handed on",
+    "imagenet/val --class": "the same",
+    "cifar-10-batches-bin": "CIFAR, which may not be handed on",
     "$SLURM": "a cluster",
     "--interactive": "somebody who types",
     "150M_": "official files",
+    "tokenformer serve": "it runs until it is ended; tests/serve starts it",
 }
 SHORT = (
     "steps=4 batch=2 micro_batch=2 log.every=1 validation.every=2 validation.samples=2 validation.generate=2".split()
@@ -195,6 +199,11 @@ def before_adapters() -> None:
     Path("in.jsonl").write_text(lines)
 
 
+def before_pull() -> None:
+    prepared("data/books")
+    trained("data/books")
+
+
 BEFORE = {  # what a page takes for granted
     "adapters.md": before_adapters,
     "data.md": before_data,
@@ -202,6 +211,7 @@ BEFORE = {  # what a page takes for granted
     "finetune.md": before_finetune,
     "growth.md": before_growth,
     "images.md": before_images,
+    "pull.md": before_pull,
     "training.md": before_training,
 }
 
@@ -228,7 +238,9 @@ def run_page(page: str, capsys, monkeypatch, shorten=shortened) -> None:
         elif language == "python":
             exec(compile(text, f"{page}: {text[:40]!r}", "exec"), names)
         elif language == "yaml":
-            native.build(native.Config, native.merge({"model": SMALL}, native.parse_yaml(text, page)))
+            shown = native.parse_yaml(text, page)
+            whole = "of" in shown.get("model", {})
+            native.build(native.Config, shown if whole else native.merge({"model": SMALL}, shown))
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if any(kind for kind, _ in blocks(name))])

@@ -1,5 +1,5 @@
-"""The studies and benchmarks of image models run at toy size, as their `--check` does it, so that a GPU's time is not
-lost to a mistake in them.
+"""Studies and benchmarks run at toy size, as their `--check` does it, so that a GPU's time is not lost to a mistake in
+them.
 """
 
 import importlib.util
@@ -25,6 +25,29 @@ def test_the_study_of_image_models():
     lines = check("experiments/vision/run.py")
     assert lines[-1].startswith("all is well: ") and int(lines[-1].split()[3]) > 40
     assert any(line.startswith("| ViT, ×1 for 1 | ") for line in lines) and any("(anew)" in line for line in lines)
+
+
+@pytest.mark.multi
+def test_the_study_of_adapters():
+    """All phases, twice; every method begins as the base, methods of one size have equally many parameters, and LoRA is
+    peft's.
+    """
+    lines = check("experiments/adapters/run.py")
+    assert lines[-1].startswith("all is well: ") and int(lines[-1].split()[3]) > 60
+    assert any(line.startswith("| segment 1.3 % copied keys in ffn | 6,656 ") for line in lines)
+    assert any(line.startswith("| lora 5 % from books | ") for line in lines)
+
+
+def test_the_benchmark_of_adapters():
+    """An adapter and LoRA have equally many parameters, and what is frozen is held in bf16 where that is asked for."""
+    if importlib.util.find_spec("peft") is None:
+        pytest.skip("peft is not installed")
+    found = {line["model"].rpartition(":")[0]: line for line in map(json.loads, check("benchmarks/adapters.py"))}
+    assert len(found) == 6 and found["full:compiled"]["share"] == 1
+    sizes = {line["learning"] for who, line in found.items() if not who.startswith("full")}
+    assert len(sizes) == 1 and all(line["time_of_full"] > 0 for line in found.values())
+    whole, less = (found[f"adapter{hold}:compiled"]["held_bytes"] for hold in ("", "-bf16"))
+    assert whole - less == 2 * found["full:compiled"]["parameters"]
 
 
 def test_the_benchmark_of_image_models():

@@ -8,10 +8,11 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,8 @@ from tokenformer.growth.model import with_tensors
 from tokenformer.growth.shape import Table, table, with_table
 from tokenformer.hub.adapter_folder import Adapter, read_adapter
 from tokenformer.hub.fill import empty
-from tokenformer.models.layers import Segment
-from tokenformer.models.names import parse
+from tokenformer.models.layers import Pattention, Segment
+from tokenformer.models.names import parse, refuse_foreign
 from tokenformer.strict import need
 
 
@@ -49,7 +50,15 @@ def base_of(model: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
     config = with_table(config, rows)
     own = {name for name, _ in empty(config).named_parameters()}  # adapters come behind the base's segments
     values = getattr(model, "base_values", {})
-    return config, {n: values.get(n, p.detach()) for n, p in model.named_parameters() if n in own}
+    return config, {n: values.get(n, p.detach()) for n, p in parameters_of(model).items() if n in own}
+
+
+def parameters_of(model: Any) -> dict[str, nn.Parameter]:
+    """Return parameters by the names that they have without peft, which puts its wrappers between them and the model.
+
+    Those that peft added have names that no model of ours has.
+    """
+    return {re.sub(r"\b(base_layer|original_module)\.", "", name): p for name, p in model.named_parameters()}
 
 
 def with_segments(config: ModelConfig, new: Mapping[tuple[str, int], Sequence[int]], name: str) -> ModelConfig:
@@ -102,10 +111,10 @@ def attach(model: Any, folder: str | Path, name: str) -> Any:
             "are other weights: attach it to its own base, before that is cast to another type"
         )
     sizes = sizes_of(adapter, config, model.ends)
-    new = [parse(text, model.ends) for text in adapter.tensors if text not in base]
+    new, held = [parse(text, model.ends) for text in adapter.tensors if text not in base], parameters_of(model)
     for at in sorted((n for n in new if n.role.kind == "key"), key=lambda n: n.segment or 0):
-        layer = model.blocks[at.layer].get_submodule(at.part)
-        _append(layer, adapter.tensors[at.text], adapter.tensors[at._replace(leaf="value_tokens").text], name)
+        layer, like = model.blocks[at.layer].get_submodule(at.part), held[at._replace(segment=0).text]
+        _append(layer, like, adapter.tensors[at.text], adapter.tensors[at._replace(leaf="value_tokens").text], name)
     model.config = with_segments(model.config, sizes, name)
     moved = {n: t.to(base[n]) for n, t in adapter.tensors.items() if n in base}
     model.adapters = {**getattr(model, "adapters", {}), name: {n: t - base[n] for n, t in moved.items()}}
@@ -114,8 +123,7 @@ def attach(model: Any, folder: str | Path, name: str) -> Any:
     return model
 
 
-def _append(layer: Any, key: Tensor, value: Tensor, name: str) -> None:
-    like = layer.segments[0].key_tokens
+def _append(layer: Any, like: Tensor, key: Tensor, value: Tensor, name: str) -> None:
     with torch.device("meta"):
         segment = Segment(key.shape[1], value.shape[1], len(key), math.sqrt(len(key)))
     segment.key_tokens, segment.value_tokens = (
@@ -158,15 +166,16 @@ def active(model: Any, weights: Mapping[str, float]) -> None:
 
     A call may give weights of its own, one per sample: `model(ids, switches={"books": torch.tensor([1.0, 0.0])})`.
     """
+    model.config.check_switches(weights)
     for name, weight in weights.items():
-        known = ", ".join(sorted(model.config.switch_names())) or "none"
-        need(name in model.config.switch_names(), f"no adapter '{name}' is attached: there are {known}")
         need(math.isfinite(weight), f"the weight of '{name}' is {weight}: give a finite number")
     model.active = {name: float(weight) for name, weight in weights.items()}
-    for name, base in getattr(model, "base_values", {}).items():
+    values = getattr(model, "base_values", {})
+    held = parameters_of(model) if values else {}
+    for name, base in values.items():
         moves = [(weights[a], moved[name]) for a, moved in model.adapters.items() if a in weights and name in moved]
         total = sum((weight * move for weight, move in moves), torch.zeros(())) if moves else None
-        model.get_parameter(name).copy_(base if total is None else base + total)
+        held[name].copy_(base if total is None else base + total)
 
 
 @contextlib.contextmanager
@@ -180,9 +189,25 @@ def detached(model: Any, *names: str) -> Iterator[Any]:
         active(model, before)
 
 
+def remove(model: Any, name: str) -> None:
+    """Take an attached adapter out of the model, in place."""
+    active(model, {other: weight for other, weight in model.active.items() if other != name})
+    for layer in model.modules():
+        if isinstance(layer, Pattention) and name in layer.switch:
+            kept = [pair for pair in zip(layer.segments, layer.switch, strict=True) if pair[1] != name]
+            layer.segments = cast(Any, nn.ModuleList(segment for segment, _ in kept))
+            layer.switch = tuple(switch for _, switch in kept)
+    rows = {w: [[s for s in own if s[2] != name] for own in layers] for w, layers in table(model.config).items()}
+    model.config = with_table(model.config, rows)
+    model.adapters = {other: moved for other, moved in model.adapters.items() if other != name}
+    moved = {text for tensors in model.adapters.values() for text in tensors}
+    model.base_values = {text: value for text, value in model.base_values.items() if text in moved}
+
+
 @torch.no_grad()
 def merged(model: Any) -> Any:
     """Return a plain model that computes what the model does with its active adapters; the others are left out."""
+    refuse_foreign(model)
     weights, rows = model.active, table(model.config)
     left_out = set(getattr(model, "adapters", {})) - set(weights)
     tensors: dict[str, Tensor] = {}

@@ -24,9 +24,9 @@ OPERATIONS = (
 class ImagesConfig(Section, section="data.images"):
     """Images: where they are, how they are cropped, and how they are augmented in training."""
 
-    format: Literal["auto", "folder", "tar", "parquet", "cifar", "mnist"] = key(
+    format: Literal["auto", "folder", "tar", "parquet", "cifar", "mnist", "csv", "jsonl"] = key(
         "of data.path: a folder per class inside train/ and val/; webdataset shards (`train-{000..146}.tar`); Parquet; "
-        "the binary files of CIFAR-10 or CIFAR-100; those of MNIST",
+        "the binary files of CIFAR-10 or CIFAR-100; those of MNIST; of pairs also CSV and JSON lines with paths",
         "auto",
     )
     validation: str | None = key("path of the images to validate on; absent = the val/ or test part of data.path", None)
@@ -41,10 +41,15 @@ class ImagesConfig(Section, section="data.images"):
         "ImageNet's devkit (meta.mat beside it)",
         None,
     )
-    image_column: str = key("column of the images in Parquet", "image")
+    image_column: str = key("column of the images in Parquet, of their paths in CSV and JSON lines", "image")
+    caption_column: str = key(
+        "column of the texts of pairs; an image may have several, of which each epoch draws one", "caption"
+    )
     label_column: str = key("column of the class numbers in Parquet", "label")
     damaged: Literal["refuse", "skip"] = key(
-        "what is done about an image that cannot be decoded: stop and name it, or count it and take another", "refuse"
+        "what is done about an image that cannot be decoded: stop and name it, or count it and take another; about a "
+        "pair without text: stop and name it, or leave it out",
+        "refuse",
     )
     size: int | None = key(
         "height and width of what the model sees; absent = the model's own", None, above=0, most=4096

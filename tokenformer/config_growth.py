@@ -11,7 +11,7 @@ from typing import Literal
 from tokenformer.config_train import ScheduleConfig
 from tokenformer.strict import Section, key, need
 
-TOTALS = ("qkv_tokens", "proj_tokens", "ffn_tokens", "layers")
+TOTALS = ("qkv_tokens", "proj_tokens", "ffn_tokens", "layers", "vocab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,13 @@ class Growth(Section):
     proj_tokens: int | None = key("parameter tokens in total afterwards", None, above=0, most=1 << 30)
     ffn_tokens: int | None = key("parameter tokens in total afterwards", None, above=0, most=1 << 30)
     layers: int | None = key("blocks in total afterwards", None, above=0, most=10_000)
+    vocab: int | None = key(
+        "ids in total afterwards, padding included: new ones, such as codes of images, follow the old",
+        None,
+        above=0,
+        most=1 << 30,
+    )
+    switch: str = key("new segments and ids count only in calls that give this switch", "", quiet=True)
     new_tokens: str | dict[str, str] | None = key(
         "segment (default), zero_key, zero_value or random; or one for each, such as {ffn: segment, qkv: zero_key}",
         None,
@@ -45,9 +52,10 @@ class GrowthStage(Growth, section="growth"):
     """One growth of a run: when, to what size, by which rules, and how training continues."""
 
     at: dict[str, float] = key(
-        "when: {step: 1000}, {tokens: 2e9} (whatever the task counts), {compute: 0.25} (a share of the run's compute), "
-        "or {plateau: 0.01, patience: 3}: the validation loss fell by less than this share over that many validations",
-        above=0,
+        "when: {step: 1000} ({step: 0}: before the first one), {tokens: 2e9} (whatever the task counts), "
+        "{compute: 0.25} (a share of the run's compute), or {plateau: 0.01, patience: 3}: the validation loss fell "
+        "by less than this share over that many validations",
+        least=0,
     )
     rate: float = key("the learning rate is multiplied by this from here on, until the next stage", 1.0, least=0)
     warmup: int = key("steps of linear warm-up from 0 after the growth", 0, least=0)
@@ -67,6 +75,10 @@ class GrowthStage(Growth, section="growth"):
             alone or set(self.at) == {"plateau", "patience"},
             f"growth.at is {self.at}: give {{step: N}}, {{tokens: N}}, {{compute: SHARE}}, or {{plateau: SHARE, "
             "patience: N}",
+        )
+        need(
+            self.at.keys() <= {"step"} or min(self.at.values()) > 0,
+            f"growth.at is {self.at}: give a number above 0, or {{step: 0}} to grow before the first step",
         )
         need(self.at.get("compute", 0) < 1, f"growth.at is {self.at}: it is a share of the run's compute, below 1")
         need(

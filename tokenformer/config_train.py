@@ -143,7 +143,14 @@ class CheckpointConfig(Section, section="checkpoint"):
     also: list[int] = key("further steps to save at", make=list)
     keep: int = key("how many of the newest are kept; 0 = all", 3, least=0)
     keep_every: int = key("those at multiples of this many steps are kept for good; 0 = none", 0, least=0)
-    background: bool = key("write in a thread while training continues", False)
+    background: Literal["auto"] | bool = key(
+        "write in a thread while training continues; auto: on GPUs, where the hosts' memory has room for a copy", "auto"
+    )
+    verify: Literal["full", "sizes"] = key(
+        "before resuming: read every byte of the checkpoint, each rank a share, or compare the files' sizes alone",
+        "full",
+        quiet=True,
+    )
     on_failure: Literal["stop", "continue"] = key("when one cannot be written (disk full)", "stop")
 
 
@@ -186,6 +193,13 @@ class ParallelConfig(Section, section="parallel"):
     token: int = key("ranks over which parameter tokens, heads and vocabulary are split and computed with", 1)
     pipeline: int = key("ranks that hold some of the blocks each", 1)
     reshard_after_forward: bool = key("with shard: free parameters after forward, gather them again in backward", True)
+    accumulate: Literal["auto", "whole", "sharded"] = key(
+        "gradients of micro-batches: whole = kept whole on every rank, reduced once per step; sharded = each reduced "
+        "inside its shard group, over replicas once per step; auto: whole where a rank holds whole parameters anyway "
+        "(shard 1, or without reshard_after_forward)",
+        "auto",
+        quiet=True,
+    )
     offload: bool = key("with shard: parameters and optimizer state live in the host's memory", False)
     segments: Literal["split", "per-rank"] = key(
         "with token: every segment is split, or a rank holds whole ones (no all-reduce for their norms)", "split"

@@ -4,6 +4,7 @@ The manifest is written last, so its presence says that a folder is complete.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -11,13 +12,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tokenformer.errors import UserError
 from tokenformer.parsing import is_file, is_folder, read_json, shown
 
 MANIFEST = "manifest.json"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TENSORS = "tensors.json"  # beside it: the checksum of every tensor, by file and name
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 BESIDE = (
     *("config.yml", "config.json", "history.json", "state.json", "tokenizer.json", "tokenizer_config.json"),
@@ -94,7 +97,17 @@ def writing(what: object, do: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what} cannot be written ({error.strerror or error}): {do}") from None
+        raise UserError(f"{what} cannot be written ({error.strerror or error}): {make_room(error)}{do}") from None
+
+
+def is_full(why: object) -> bool:
+    """Tell whether an error, or the text of one, says that a disk, a quota or the largest file is full."""
+    return any(os.strerror(number) in str(why) for number in FULL)
+
+
+def make_room(why: object) -> str:
+    """Return the words that a sentence about a full disk needs before the other things that one can do."""
+    return "make room, or " if is_full(why) else ""
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -103,8 +116,11 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
-    """Yield a folder to fill; it gets a manifest and its name when all went well. `force` replaces one of ours."""
+def atomic_folder(path: str | Path, force: bool = False, known: Mapping[str, dict] | None = None) -> Iterator[Path]:
+    """Yield a folder to fill; it gets a manifest and its name when all went well. `force` replaces one of ours.
+
+    `known`: see `write_manifest`; it may be filled in the meantime.
+    """
     path = Path(path)
     refuse_existing(path, force)
     try:
@@ -115,22 +131,27 @@ def atomic_folder(path: str | Path, force: bool = False) -> Iterator[Path]:
     try:
         yield beside
         _publish(beside, 0o777)
-        write_manifest(beside)
-        if force and is_file(path / MANIFEST):
-            with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
-                os.rename(path, Path(aside) / "old")
-                os.rename(beside, path)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                path.rmdir()  # an empty folder may be there
-            os.rename(beside, path)
-        sync(path.parent)
+        write_manifest(beside, known)
+        rename_folder(beside, path, force)
     except Exception as error:
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":  # raised when the disk is full
-            raise UserError(f"{path} could not be written ({error}): make room or choose another place") from error
+            raise UserError(f"{path} could not be written ({error}): {make_room(error)}choose another place") from error
         raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def rename_folder(beside: Path, path: Path, force: bool) -> None:
+    """Give a complete folder its name. With `force` one of ours that has the name already is removed."""
+    if force and is_file(path / MANIFEST):
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
+            os.rename(path, Path(aside) / "old")
+            os.rename(beside, path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            path.rmdir()  # an empty folder may be there
+        os.rename(beside, path)
+    sync(path.parent)
 
 
 def refuse_existing(path: str | Path, force: bool = False) -> None:
@@ -141,7 +162,11 @@ def refuse_existing(path: str | Path, force: bool = False) -> None:
             return
     except (OSError, ValueError) as error:
         raise UserError(f"{shown(str(path))} cannot be made ({error.__class__.__name__}): give another name") from None
-    hint = ", which we did not write, so move it away first" if force else ": give another name, or move it away first"
+    hint = ": give another name, or move it away first"
+    if force:
+        hint = ", which we did not write, so move it away first"
+    elif is_file(path / MANIFEST):
+        hint = ": give another name, or replace it (--force; in Python force=True)"
     raise UserError(f"{path} is there already{hint}")
 
 
@@ -171,12 +196,23 @@ def refuse_same(paths: Iterable[str | Path]) -> None:
         seen[real] = path
 
 
-def write_manifest(folder: Path) -> None:
-    """Flush all files and subfolders of a folder to the disk, then write its manifest."""
-    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    for path in folder.rglob("*"):
-        sync(path)
-    entries = {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256(folder / n)} for n in names}
+def write_manifest(folder: Path, known: Mapping[str, dict] | None = None) -> None:
+    """Flush all files and subfolders of a folder to the disk, then write its manifest.
+
+    `known` has the entries of files whose writers flushed and hashed them already.
+    """
+    known = known or {}
+    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+    for name in paths.keys() - known.keys():
+        sync(paths[name])
+    entries = {
+        name: known.get(name) or {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for name, path in sorted(paths.items())
+        if path.is_file() and path.name != MANIFEST
+    }
+    for name, entry in known.items():
+        if not is_file(paths.get(name, folder)) or paths[name].stat().st_size != entry["bytes"]:
+            raise OSError(errno.EIO, f"{name} is not what its writer left")
     write_text(folder / MANIFEST, json.dumps({"files": entries}, indent=1) + "\n")
 
 
@@ -185,29 +221,39 @@ def is_read(name: str) -> bool:
     return name.endswith(WEIGHTS) or name in BESIDE
 
 
-def check_manifest(folder: str | Path, values: bool = True, edited: bool = False) -> None:
+def listed(manifest: dict, where: str, anew: str = "get the folder anew") -> dict[str, dict]:
+    """Return the files of a manifest, {"bytes": …, "sha256": …} by name; refuse what we would not write."""
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files:
+        raise UserError(f"{where} lists no files: get the folder anew")
+    for name, entry in files.items():
+        known = isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+        if not known or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"{where} has an entry {shown(name)} that we would not write: {anew}")
+    return files
+
+
+def check_manifest(
+    folder: str | Path, values: bool = True, edited: bool = False, share: tuple[int, int] = (0, 1)
+) -> None:
     """Refuse a folder without a manifest, with files that differ from it, or with weights that it does not list.
 
     Without `values` the size of a weight file is enough, which saves reading it: for callers that need the config
-    alone. `edited`: people may have changed what loading does not read, such as a README.
+    alone. `edited`: people may have changed what loading does not read, such as a README. `share` (number, of how many)
+    says which weight files this process reads, of several.
     """
     folder, manifest = Path(folder), Path(folder) / MANIFEST
     if not is_file(manifest):
         raise UserError(f"{folder} has no {MANIFEST}, so it was not completed: use an earlier one or make it again")
-    files = read_json(manifest).get("files")
-    if not isinstance(files, dict) or not files:
-        raise UserError(f"{manifest} lists no files: get the folder anew")
     anew = f"get the folder anew, or delete {MANIFEST} if you changed it yourself" if edited else "get the folder anew"
-    for name, entry in files.items():
-        known = isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
-        if not known or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise UserError(f"{manifest} has an entry {shown(name)} that we would not write: {anew}")
+    files = listed(read_json(manifest), str(manifest), anew)
+    for number, (name, entry) in enumerate(sorted(files.items())):
         path = folder / name
         if edited and not is_read(path.name):
             continue
         if not is_file(path):
             raise UserError(f"{path} is missing although the manifest lists it: {anew}")
-        read = values or not name.endswith(WEIGHTS)
+        read = (values and number % share[1] == share[0]) or not name.endswith(WEIGHTS)
         if path.stat().st_size != entry["bytes"] or (read and sha256(path) != entry["sha256"]):
             raise UserError(f"{path} is not the file that its manifest describes: {anew}")
     for place in {(folder / name).parent for name in files} | {folder}:

@@ -36,7 +36,7 @@ def key(
     """Declare a config key: what it means, its default (or the function that makes it) and which numbers it may hold.
 
     `bounds` are `least` and `most`, which it may hold, and `above` and `below`, which it may not. A `quiet` key is not
-    written out while it has its default. `of` is the kind of model (`model.of`) that alone has the key.
+    written out while it has its default. `of` are the kinds of model (`model.of`) that alone have the key.
     """
     bounds |= {"most": bounds.get("most", MOST), "least": bounds.get("least", -MOST)}
     about = {"doc": doc, "quiet": quiet, "bounds": bounds, "of": of}
@@ -116,7 +116,8 @@ def build(cls: Any, raw: Any, at: str = "") -> Any:
     raw = {name: value for name, value in raw.items() if value is not None or name not in getattr(cls, "retired", ())}
     for name in raw:
         if name not in fields:
-            close = difflib.get_close_matches(str(name), fields, n=1)
+            close = [cls.familiar[name]] if name in getattr(cls, "familiar", {}) else []
+            close += difflib.get_close_matches(str(name), fields, n=1)
             close += [
                 f"{section}.{name}" for section, kind in hints.items() if name in getattr(kind, "__annotations__", {})
             ]
@@ -232,7 +233,8 @@ def all_keys(cls: Any, at: str = "") -> list[Key]:
 
 def foreign(field: dataclasses.Field, config: Any) -> bool:
     """Whether a key belongs to another kind of model than this config's, and says nothing here."""
-    return field.metadata["of"] not in ("", getattr(config, "of", "")) and getattr(config, field.name) == field.default
+    kinds = field.metadata["of"].split()
+    return bool(kinds) and getattr(config, "of", "") not in kinds and getattr(config, field.name) == field.default
 
 
 def to_dict(config: Any) -> dict:

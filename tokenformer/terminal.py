@@ -30,6 +30,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], title: str | No
     Console().print(grid)
 
 
+def in_words(size: float) -> str:
+    """Return a number of bytes as people say it.
+
+    >>> in_words(812), in_words(8_120_000), in_words(1_234_567_890)
+    ('812 bytes', '8.1 MB', '1.2 GB')
+    """
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 999.95 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.0f} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+
+
 def drop_output() -> None:
     """Discard what is still to be printed: its reader has gone, or its disk is full."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: it has no descriptor

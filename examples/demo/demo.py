@@ -27,7 +27,10 @@ WHAT = (
 )
 SEED = (
     "One seed each, and a toy of one token per parameter: this shows how growth goes, not what it is worth at a real "
-    "size (experiments/progressive)."
+    "size. That is measured in experiments/progressive of the repository."
+)
+PAPER = (
+    "Both are TokenFormers (https://arxiv.org/abs/2410.23168). `make demo` of the package tokenformer made this page."
 )
 
 
@@ -39,6 +42,12 @@ def arms(data: Path) -> dict[str, tuple[Path, Config]]:
     return {"grown on the way": (RUN, grown), "from scratch": (RUN / "scratch", scratch)}
 
 
+def sizes_of(config: Config) -> list[int]:
+    """Parameters of the models that a run passes through."""
+    resolved, stages = resolve(config)
+    return [cost(model).parameters for model in chain(resolved.model, stages)]
+
+
 def main() -> None:
     begin = time.monotonic()
     warnings.filterwarnings("ignore", message=".*cut by tokens")  # the trainer says it
@@ -47,43 +56,42 @@ def main() -> None:
         prepare([HERE / "tinyshakespeare.txt"], prefix.parent, "shakespeare", tokenizer="byte", workers=1, say=print)
     curves = []
     for name, (folder, config) in arms(prefix).items():
-        resolved, stages = resolve(config)
-        sizes = " → ".join(f"{cost(model).parameters:,}" for model in chain(resolved.model, stages))
-        print(f"\n{name}: {sizes} parameters into {folder}")
+        sizes = sizes_of(config)
+        print(f"\n{name}: {' → '.join(f'{size:,}' for size in sizes)} parameters into {folder}")
         if Trainer(config, folder, resume=True).run() is not None:
             sys.exit(130)  # interrupted, and saved
-        curves.append(read_curve(folder, "compute", name=name))
-    notes = [WHAT, *jumps(), compared(*curves)]
+        curve = read_curve(folder, "compute", name=name)
+        curve.facts.pop("tokens/s")  # says more about what else the machine did
+        curves.append(curve)
+    notes = [WHAT, *jumps(sizes_of(arms(prefix)["grown on the way"][1])), compared(*curves), PAPER]
     title = "A language model that grows while it learns"
     write_page(RUN / "report.html", curves, "compute", title=title, notes=notes)
     print()
-    rows = [[c.name, f"{c.facts['validation loss']:.4f}", f"{c.facts['steps']:,}", f"{flops(c):.3g}"] for c in curves]
+    rows = [[c.name, f"{c.facts['validation loss']:.4f}", f"{c.facts['steps']:,}", f"{c.ends:.3g}"] for c in curves]
     table(["run", "validation loss", "steps", "FLOPs"], rows)
     print("", *notes, f"\nThe grown model writes:\n{curves[0].sample}\n", sep="\n")
     print(f"curves: {RUN / 'report.html'}  numbers: {RUN / 'metrics.jsonl'}  ({time.monotonic() - begin:.0f} s)")
 
 
-def jumps() -> list[str]:
+def jumps(before: list[int]) -> list[str]:
     """What each growth did to the validation loss, from the run's own record."""
     found = [row for row in read_rows(RUN) if row.get("what") == "growth"]
     return [
-        f"At step {row['step']} the model grows to {row['to']} parameters. Its loss on text that it has not seen is "
-        f"{row['losses'][0]:.6f} just before (the ring) and {row['losses'][1]:.6f} just after (the dot)."
-        for row in found
+        f"At step {row['step']} the model grows from {size:,} to {row['to']} parameters. Its loss on text that it has "
+        f"not seen is {row['losses'][0]:.6f} just before (the ring) and {row['losses'][1]:.6f} just after (the dot): "
+        "nothing is forgotten."
+        for row, size in zip(found, before, strict=False)
     ]
-
-
-def flops(curve: Curve) -> float:
-    """What a run spent: where its curve ends."""
-    return max(x for x, _ in curve.train)
 
 
 def compared(grown: Curve, scratch: Curve) -> str:
     """The two losses at equal compute, and what one seed of each is worth."""
     ours, theirs = (curve.facts["validation loss"] for curve in (grown, scratch))
+    share = grown.ends / scratch.ends
+    compute = "the same compute" if abs(share - 1) < 0.005 else f"{share:.2f} times the compute"
     return (
-        f"In the end, for {flops(grown) / flops(scratch):.3f} times the compute of training from scratch: {ours:.3f} "
-        f"nats per letter grown on the way, {theirs:.3f} from scratch. {SEED}"
+        f"In the end, for {compute} as training from scratch: {ours:.3f} grown on the way, {theirs:.3f} from scratch "
+        f"(nats per token; here a token is a letter). {SEED}"
     )
 
 

@@ -5,7 +5,7 @@ step.
 import hashlib
 import json
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -109,6 +109,7 @@ class Arm:
     factor: float = 1.0
     decay: float = 0.25
     batch: float = 1.0
+    init: str = "official"  # or zero: blocks add nothing at first
     seed: int = 0
 
     @property
@@ -125,6 +126,7 @@ class Arm:
         budget = f"{self.budget:g} per parameter" + (f" ×{self.times:g}" if self.times != 1 else "")
         equal = ", equal tokens" if self.equal_tokens else ""
         rest = f"rate ×{self.factor:.4g}, decay {100 * self.decay:g} %, batch ×{self.batch:g}, seed {self.seed}"
+        rest += ", init zero" if self.init == "zero" else ""
         return f"{self.setting} {self.text}, {budget}{equal}: {self.recipe}, {rest}"
 
 
@@ -148,6 +150,7 @@ class Plan:
                     self.sizes, [arm.start_layers, *(t.layers or arm.start_layers for t in arm.stages)], strict=True
                 )
             ]
+        configs = [replace(config, init=arm.init).resolved() for config in configs]
         self.costs = [flops(config, self.sequences) for config in configs]
         ends = [stage.at * total for stage in arm.stages]
         self.legs: list[tuple[int, int]] = []  # first and last step (exclusive) of each model
@@ -188,7 +191,7 @@ class Plan:
     def digest(self, step: int) -> str:
         """Of everything that led to the state after `step` steps, before a growth that comes there."""
         a = self.arm
-        facts = [a.setting, a.text, a.kind, a.seed, self.sequences, a.start, a.start_layers]
+        facts = [a.setting, a.text, a.kind, a.init, a.seed, self.sequences, a.start, a.start_layers]
         done = [(begin, astuple(s)[1:]) for s, (begin, _) in zip(a.stages, self.legs[1:], strict=True)]
         facts.append([(begin, s) for begin, s in done if begin < step])
         h = hashlib.sha256(json.dumps(facts).encode())

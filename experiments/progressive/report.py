@@ -119,15 +119,22 @@ def draw(arms: list[dict], path: Path) -> None:
                 axis.lines[-1].set_label(name)
             else:
                 axis.errorbar(xs, means, spread, capsize=3, label=name, **STYLES[name])
-        ticks = sorted({round(a["budget_flops"] / 1e15, 2) for a in tuned})
+        ticks = [
+            x
+            for x in (1, 2, 3, 5, 7, 10, 15, 20, 30)
+            if min(a["flops"] for a in tuned) < 1.1e15 * x < 1.2 * max(a["flops"] for a in tuned)
+        ]
         axis.set(xscale="log", xlabel="compute (PFLOP)", ylabel="held-out loss (nats per byte)")
         axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_title(f"{SETTINGS[setting].final} tokens at the end ({setting}), {text}", fontsize=10)
+        final = SETTINGS[setting].final
+        axis.set_title(
+            f"final model {final}/{final}/{4 * final} parameter tokens ({setting.upper()}), {text}", fontsize=10
+        )
         order = [*STYLES, OTHER]
         shown = sorted(zip(*axis.get_legend_handles_labels(), strict=True), key=lambda pair: order.index(pair[1]))
-        axis.legend(*zip(*shown, strict=True), fontsize=8)
+        axis.legend(*zip(*shown, strict=True), fontsize=8, title="qkv/proj/ffn tokens", title_fontsize=8)
     figure.savefig(path, dpi=130)
 
 
@@ -135,9 +142,9 @@ STYLES = {
     "from scratch, final size": {"marker": "o", "color": "0.3"},
     "grown to the final size: the recipe": {"marker": "s", "color": "C0", "zorder": 3},
     "never grown, 288/288/3456": {"marker": "^", "color": "C2"},
-    "never grown, 432": {"marker": "v", "color": "C1"},
-    "never grown, 288": {"marker": "D", "color": "C3"},
-    "never grown, 96/96/3456": {"marker": "+", "color": "C5", "linestyle": ""},
+    "never grown, 432/432/1728": {"marker": "v", "color": "C1"},
+    "never grown, 288/288/1152": {"marker": "D", "color": "C3"},
+    "never grown, 96/96/3456": {"marker": "+", "markersize": 13, "color": "C5", "linestyle": "", "zorder": 4},
     "Transformer": {"marker": "x", "color": "C4"},
 }
 
@@ -148,7 +155,8 @@ def label(arm: dict) -> str:
     if arm["start"] is None:
         return "from scratch, final size"
     if not arm["stages"]:
-        return f"never grown, {arm['recipe']}"
+        sizes = str(arm["recipe"])  # one number: of qkv and proj, with four times as many for ffn
+        return f"never grown, {f'{sizes}/{sizes}/{4 * int(sizes)}' if sizes.isdigit() else sizes}"
     return "grown to the final size: the recipe" if arm["recipe"] == RECIPE else OTHER
 
 

@@ -1,6 +1,6 @@
 """Does growing early save compute? Scratch is tuned, ways of growing are searched, the best is confirmed.
 
-  python experiments/progressive/run.py --data DATA [--phase speed tune search confirm books large] [--seconds 540]
+  python experiments/progressive/run.py --data DATA [--phase speed tune search zero confirm books large] [--seconds 540]
       [--out experiments/progressive] [--at-once 2]
   python experiments/progressive/run.py --data DATA --check          # the arithmetic, on the CPU, in a minute
 
@@ -207,6 +207,21 @@ def confirm(study: Study) -> None:
     rate_again(study, rival)
 
 
+def zero(study: Study) -> None:
+    """Blocks that add nothing at first, for scratch, recipe, fixed shape and Transformer: is growth's gain that?"""
+    recipe, tuned = search(study), tune(study)
+    for budget in (20, 10):
+        scratch = dataclasses.replace(tuned, budget=budget, init="zero")
+        scratch = rate_again(study, scratch)
+        rivals = [like(recipe, scratch), grown(scratch, 96, (0.1, 864)), grown(scratch, FIXED[0])]
+        study.run(rivals)
+        if budget == 20:
+            for init in ("zero", "official"):
+                rate_again(study, dataclasses.replace(scratch, kind="transformer", init=init))
+        study.run([*study.seeds(scratch), *study.seeds(rivals[0]), *study.seeds(rivals[2])])
+        study.run([dataclasses.replace(a, times=t) for a in study.seeds(scratch)[:2] for t in (1.7, 1.3)])
+
+
 def like(recipe: Arm, scratch: Arm) -> Arm:
     """The recipe with what scratch chose at its budget."""
     return dataclasses.replace(scratch, start=recipe.start, start_layers=recipe.start_layers, stages=recipe.stages)
@@ -277,7 +292,7 @@ def speed(study: Study) -> None:
     )
 
 
-PHASES = {"tune": tune, "search": search, "confirm": confirm, "books": books, "large": large}
+PHASES = {"tune": tune, "search": search, "zero": zero, "confirm": confirm, "books": books, "large": large}
 
 
 # --- Arithmetic that the report uses too ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ def groups(entries: list[dict]) -> dict[str, list[dict]]:
         if entry["on"] == "test":
             legs = " → ".join(f"×{leg['times']} for {leg['compute']:g}" for leg in entry["legs"])
             what = "ViT" if entry["kind"] == "vit" else f"TokenFormer, {entry['theta']}"
+            what += ", zero" if _init(entry) == "zero" else ""
             found.setdefault(f"{what}, {legs}{' (anew)' if entry['restart'] else ''}", []).append(entry)
     return found
 
@@ -40,11 +41,14 @@ def differences(entries: list[dict]) -> list[str]:
         """Return top-1 of the test arms with these values, by seed; `shape` is the size of each leg."""
         found = [e for e in entries if e["on"] == "test"]
         for name, value in keys.items():
-            found = [e for e in found if (_shape(e) if name == "shape" else e[name]) == value]
+            found = [e for e in found if READ.get(name, lambda e: e[name])(e) == value]  # noqa: B023
         return {e["seed"]: 100 * e["top1"] for e in found}
 
-    plain, large = some(kind="tokenformer", theta=L2, shape=[1]), some(shape=[3])
-    pairs = [("TokenFormer against ViT", plain, some(kind="vit"))]
+    inits = {kind: _best_init([e for e in entries if e["kind"] == kind]) for kind in ("tokenformer", "vit")}
+    mine = {"kind": "tokenformer", "theta": L2, "shape": [1]}
+    plain, large = some(**mine, init=inits["tokenformer"]), some(shape=[3])
+    pairs = [("TokenFormer against ViT", plain, some(kind="vit", init=inits["vit"]))]
+    pairs.append(("first values zero against official", some(**mine, init="zero"), some(**mine, init="official")))
     pairs += [(f"{L2} against {theta}", plain, some(theta=theta)) for theta in ("softmax", "l1_norm_gelu")]
     pairs.append(("trained and grown ×3 against trained as long without growth", some(shape=[1, 3], restart=True),
                   some(shape=[1, 1])))  # fmt: skip
@@ -60,6 +64,19 @@ def differences(entries: list[dict]) -> list[str]:
 
 def _shape(entry: dict) -> list[int]:
     return [leg["times"] for leg in entry["legs"]]
+
+
+def _init(entry: dict) -> str:
+    return entry.get("init", "official")
+
+
+def _best_init(entries: list[dict]) -> str:
+    """Return the first values that `run.py` chose: those of the plain arm with the lowest loss on held-back images."""
+    found = [(e["loss"], _init(e)) for e in entries if e["on"] != "test" and _shape(e) == [1] and e["theta"] == L2]
+    return min(found, default=(0.0, "official"))[1]
+
+
+READ = {"shape": _shape, "init": _init}
 
 
 def tables(entries: list[dict]) -> str:

@@ -114,6 +114,11 @@ class Study:
                 break
         return [replace(arm, rate=best[arm]) for arm in arms]
 
+    def best(self, kind: str) -> Arm:
+        """Choose rate and first values of a plain model, by the loss on held-back images."""
+        both = self.best_rates([Arm(kind=kind, init=init) for init in ("official", "zero")])
+        return min(both, key=lambda arm: self.done[replace(arm, on="held back", seed=0).name]["loss"])
+
     def test(self, arms: Sequence[Arm], seeds: Sequence[int]) -> list[dict]:
         return self.run([replace(arm, seed=seed, on="test") for seed in seeds for arm in arms])
 
@@ -140,28 +145,29 @@ def _work(arm: Arm) -> dict:
     return train(arm, READY["size"], READY["pictures"])
 
 
-def main_phase(study: Study) -> Arm:
+def main_phase(study: Study) -> None:
     """TokenFormer and a ViT of equal parameters, five seeds each, at equal compute."""
-    both = study.best_rates([Arm(kind=kind) for kind in ("tokenformer", "vit")])
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(study.best, ("tokenformer", "vit")))
     study.test(both, SEEDS)
-    return both[0]
 
 
 def theta(study: Study) -> None:
     """Softmax and L1 beside L2, which `main` has: rates chosen for each, three seeds."""
-    study.test(study.best_rates([Arm(theta=name) for name in THETAS]), SEEDS[:3])
+    init = study.best("tokenformer").init
+    study.test(study.best_rates([Arm(theta=name, init=init) for name in THETAS]), SEEDS[:3])
 
 
 def late(study: Study) -> None:
     """A trained model grows ×3 by segments and is trained on; beside it the same model without growth."""
-    (base,) = study.best_rates([Arm()])
+    base = study.best("tokenformer")
     both = [replace(base, base_rate=base.rate, legs=(Leg(1, 1.0), Leg(times, 1.0)), restart=True) for times in (3, 1)]
     study.test(study.best_rates(both, (base.rate / 2, base.rate, base.rate * 2)), SEEDS[:3])
 
 
 def early(study: Study) -> None:
     """Growth inside of a run against the large size from scratch, both with two units of compute."""
-    (scratch,) = study.best_rates([Arm(legs=(Leg(3, 2.0),))])
+    (scratch,) = study.best_rates([replace(study.best("tokenformer"), legs=(Leg(3, 2.0),))])
     shares = [replace(scratch, legs=(Leg(1, 2 * share), Leg(3, 2 * (1 - share)))) for share in (0.1, 0.3)]
     losses = [entry["loss"] for entry in study.run(shares)]
     study.test([scratch, shares[losses.index(min(losses))]], SEEDS[:3])

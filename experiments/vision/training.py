@@ -55,6 +55,7 @@ class Arm:
 
     kind: str = "tokenformer"
     theta: str = "l2_norm_gelu"
+    init: str = "official"  # or zero: a block adds nothing at first
     rate: float = 2e-3
     base_rate: float | None = None  # of the first leg, where it is another
     legs: tuple[Leg, ...] = (Leg(1, 1.0),)
@@ -65,7 +66,8 @@ class Arm:
     @property
     def name(self) -> str:
         legs = "+".join(f"x{leg.times}:{leg.compute:g}" for leg in self.legs)
-        words = [self.kind, self.theta if self.kind == "tokenformer" else "", legs, "restart" if self.restart else ""]
+        words = [self.kind, self.theta if self.kind == "tokenformer" else "", "zero" if self.init == "zero" else ""]
+        words += [legs, "restart" if self.restart else ""]
         words.append(f"base rate {self.base_rate:g}" if self.base_rate else "")
         return " ".join([w for w in words if w] + [f"rate {self.rate:g}", f"seed {self.seed}", self.on])
 
@@ -148,7 +150,7 @@ def draw(count: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def config_of(size: Size, arm: Arm, times: int) -> ModelConfig:
-    c = size.model
+    c = dataclasses.replace(size.model, init=arm.init)
     if arm.kind == "vit":
         return equal_transformer(c)
     return dataclasses.replace(c, theta=arm.theta, **tokens(c, times)).resolved()

@@ -32,6 +32,11 @@ def test_a_model_and_a_transformer_as_large_are_trained_on_the_same_samples_and_
     assert main(["compare", *words, "--out", str(out)]) == 0  # nothing is trained twice
     trained = [row["step"] for row in read_rows(out / "tiny") if row["kind"] == "train"]
     assert trained == sorted(set(trained)) and len(read_rows(out / "tiny")) <= rows + 2
+    for other in ("optimizer.rate=0.5", "steps=4"):  # the results would be shown as those of these settings
+        assert main(["compare", *words, other, "--out", str(out)]) == 2
+        assert f"tiny was begun with other settings ({other.split('=')[0]}: " in capsys.readouterr().err
+    assert load(out / "tiny").optimizer.rate == ours.optimizer.rate
+    assert main(["compare", *words, "log.every=1", "--out", str(out)]) == 0
 
 
 def test_what_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(config_file, tmp_path):  # noqa: F811
@@ -48,7 +53,10 @@ def test_what_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(config_file
     assert not (tmp_path / "a" / "compare.html").exists()
     assert main(["compare", *words, "--out", str(tmp_path / "a")]) == 0
     assert main(["train", str(config_file), "steps=200", "--out", str(tmp_path / "b")]) == 0
-    ends = [read_rows(run)[-1]["loss"] for run in (tmp_path / "a" / "tiny", tmp_path / "b")]
+    ends = [
+        [row["loss"] for row in read_rows(run) if row["kind"] == "validation"][-1]
+        for run in (tmp_path / "a" / "tiny", tmp_path / "b")
+    ]
     assert ends[0] == ends[1]
 
 
@@ -59,6 +67,10 @@ def test_what_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(config_file
         (["CONFIG", "CONFIG"], "two configs are called tiny"),
         (["CONFIG", "OTHER"], "tiny and other differ in seed, so they would not see the same samples"),
         (["CONFIG", "--transformer", "data.path=nowhere"], "there is no prepared set 'nowhere'"),
+        (
+            ["CONFIG", "--transformer", "start=runs/x"],
+            "tiny starts with the weights of runs/x, and a Transformer would",
+        ),
         (["CONFIG", "--transformer", "stepz=9"], "did you mean 'steps'"),
     ],
 )

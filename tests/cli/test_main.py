@@ -71,7 +71,7 @@ def test_a_table_aligns_columns_of_numbers_to_the_right(capsys):
 
 
 def test_help_shows_every_command_in_the_order_of_work_and_an_example():
-    files = {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - {"__init__", "main"}
+    files = {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - {"__init__", "main", "eval_images"}
     assert set(verbs()) == files
     said = build_parser().format_help()
     assert "example: tokenformer train" in said
@@ -87,6 +87,15 @@ def test_output_to_a_full_disk_is_one_sentence(words):
         )
     assert done.returncode == 2
     assert done.stderr == "tokenformer: standard output cannot be used (No space left on device): check it\n"
+
+
+def test_output_of_a_rank_to_a_full_disk_is_one_sentence():
+    script = "from tokenformer.parallel.mesh import run_rank; run_rank(lambda: print('lost'))"
+    ranks = os.environ | {"WORLD_SIZE": "2", "RANK": "1", "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, env=ranks)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("tokenformer: standard output of rank 1 on ")
 
 
 def test_letters_that_the_terminal_has_not_are_escaped(tmp_path):

@@ -24,6 +24,10 @@ train small.yml steps = 10                      | write steps=10, without spaces
 train small.yml steps= 10                       | write steps=10, without spaces
 train small.yml steps 10                        | write steps=10
 train small.yml stepz=10                        | unknown key 'stepz': did you mean 'steps'?
+train small.yml lr=1e-3                         | unknown key 'lr': did you mean 'optimizer.rate'?
+train small.yml epochs=3                        | unknown key 'epochs': did you mean 'steps'?
+train folder small.yml --out new                | give it first (small.yml folder), and it is the recipe
+train folder --out new                          | folder has weights but no recipe, so batch is missing
 train small.yml rate=1e-3                       | unknown key 'rate': did you mean 'optimizer.rate'?
 train small.yml optimizer.rat=1e-3              | did you mean 'optimizer.rate'?
 train small.yml steps=ten                       | steps is 'ten', but must be a whole number
@@ -70,7 +74,8 @@ data split alice --shares 90,x                    | write them as 969,30,1
 grow my/rum --ffn-tokens 64 --out bigger        | nothing at my/rum
 grow folder --out bigger                        | nothing to grow
 grow folder --ffn-tokens 8 --out bigger         | layer 0 has 32 already: give the total afterwards
-grow folder --ffn-tokens 64 --out run           | run is there already
+grow folder --ffn-tokens 64 --out run           | run is there already: give another name, or move it away
+grow run --ffn-tokens 64 --out folder           | folder is there already: give another name, or replace it (--force
 grow folder --ffn-token 64 --out bigger --txt x | there is no option --txt: did you mean --text?
 shrink folder --ratio 1.5 --text book.txt --out smaller     | between 0 and 1
 shrink folder --ratio 0.5 --out smaller         | give one with --text

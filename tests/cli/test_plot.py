@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tokenformer.cli.main import main
-from tokenformer.train.plot import Growth, bounds, read_curve
+from tokenformer.train.plot import Growth, bounds, in_a_row, read_curve
 
 
 @pytest.fixture
@@ -98,12 +98,20 @@ def test_the_page_is_self_contained_and_names_are_escaped(runs, tmp_path):
     assert used and used <= light and used <= dark
 
 
+def test_runs_in_a_chain_begin_where_the_one_before_ends(runs):
+    alone = [read_curve(run, "compute") for run in runs]
+    first, second = in_a_row(alone)
+    assert first == alone[0] and second.begins == first.ends > 0
+    assert [x - first.ends for x, _ in second.train] == pytest.approx([x for x, _ in alone[1].train])
+    assert second.growths[0].x == first.ends + alone[1].growths[0].x
+
+
 def test_names_title_and_axis(runs, tmp_path, capsys):
     out = tmp_path / "x.html"
     assert main(["plot", *map(str, runs), "--names", "small,large", "--out", str(out)]) == 0
     page = out.read_text()
     assert "skipped steps" not in page  # there were none
-    assert "<h1>Loss of small and large</h1>" in page and ">training FLOPs</text>" in page
+    assert "<h1>Loss of small and large</h1>" in page and ">training FLOPs of each run</text>" in page
     assert main(["plot", str(runs[0]), "--out", str(out)]) == 0
     assert ">step</text>" in out.read_text()
     assert main(["plot", str(runs[1]), "--out", str(out)]) == 0  # it grew: steps before and after cost differently

@@ -45,6 +45,18 @@ def test_what_would_have_no_effect_is_refused(capsys, tmp_path):
     assert not list(tmp_path.glob("o/a*"))
 
 
+@pytest.mark.parametrize("lines", [r"\n\n", r"\n", r"\n---\n"])
+def test_a_separator_with_other_line_ends_than_the_text_is_refused(capsys, tmp_path, lines):
+    windows = lines.replace(r"\n", r"\r\n")
+    (tmp_path / "a.txt").write_bytes(f"one{windows}two".encode().decode("unicode_escape").encode())
+    arguments = ["prepare", tmp_path / "a.txt", "--out", tmp_path / "o", "--tokenizer", "byte", "--workers", 1]
+    code, _, err = run(capsys, *arguments, "--separator", lines)
+    assert code == 2 and r"a.txt has the line ends of Windows (\r\n), but the separator" in err
+    assert not (tmp_path / "o").exists() and f"give --separator '{windows}'" in err
+    code, _, err = run(capsys, *arguments, "--separator", windows)
+    assert code == 0 and "2 documents" in err
+
+
 def test_the_same_file_is_read_once(capsys, tmp_path):
     (tmp_path / "books").mkdir()
     for i in range(3):

@@ -1,5 +1,6 @@
 """`tokenformer train`: one sentence and code 2 for what the user can mend, before anything is written."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,8 +71,20 @@ def test_a_resumed_run_says_what_is_left_and_what_other_steps_do_to_the_rate(con
     assert "all 4 steps are done: give more, such as steps=8, to train on" in said(run, "--resume")
     longer = "the schedule now ends at step 8: the learning rate goes on at 0.002, not 0"
     assert f"{longer} (schedule.steps=4 would keep it)" in said(run, "--resume", "steps=8")
-    assert read_rows(Path(run))[-2]["rate"] == pytest.approx(0.004 / 8)  # of the last step
+    assert [row["rate"] for row in read_rows(Path(run)) if row["kind"] == "train"][-1] == pytest.approx(0.004 / 8)
     assert "the learning rate goes on as it would have" in said(run, "--resume", "steps=9", "schedule.kind=constant")
+
+
+def test_a_decay_that_lies_ahead_is_said_to_move(config_file, tmp_path, capsys):  # noqa: F811
+    run, schedule = str(tmp_path / "run"), "schedule={kind: wsd, warmup: 0, decay: 0.5, floor: 0, steps: null}"
+    assert main(["train", str(config_file), "steps=20", schedule, "checkpoint.also=[2]", "--out", run]) == 0
+    for step in (Path(run) / "checkpoints").glob("step-*"):
+        if int(step.name.removeprefix("step-")) > 2:
+            shutil.rmtree(step)
+    capsys.readouterr()
+    assert main(["train", run, "--resume", "steps=10"]) == 0
+    moved = "the schedule now ends at step 10: the learning rate is the same here, and at step 9"
+    assert moved in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("setting", ["inductor", "true"])

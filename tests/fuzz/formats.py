@@ -18,6 +18,7 @@ import yaml
 
 from tests.fuzz.archives import in_archive
 from tests.fuzz.harm import CANARY
+from tests.fuzz.samples import in_csv, in_parquet, in_png, in_tar
 
 EDGES = [
     -1,
@@ -479,9 +480,10 @@ def in_tokens(data: bytes, chance: random.Random) -> tuple[bytes, str]:
 
 def craft_of(file: Path, head: bytes) -> Callable[[bytes, random.Random], tuple[bytes, str]] | None:
     """Which mutation a file's format has, if any."""
-    if file.suffix in (".json", ".jsonl", ".yml", ".yaml", ".xz", ".safetensors", ".idx"):
-        by = {".json": in_json, ".jsonl": in_rows, ".xz": in_xz, ".safetensors": in_safetensors, ".idx": in_index}
-        return by.get(file.suffix, in_yaml)
+    by = {".json": in_json, ".jsonl": in_rows, ".xz": in_xz, ".safetensors": in_safetensors, ".idx": in_index}
+    by |= {".yml": in_yaml, ".yaml": in_yaml, ".csv": in_csv, ".tar": in_tar, ".parquet": in_parquet, ".png": in_png}
+    if file.suffix in by:
+        return by[file.suffix]
     if head.startswith(b"PK"):
         return in_archive
     return in_tokens if file.suffix == ".bin" else None

@@ -27,11 +27,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.fuzz import harm, material, mishaps, sandbox
+from tests.hub.loopback import Loopback
+from tests.parallel.conftest import free_port
 
 FINE = "fine"
 LONGEST = 1500  # characters of a sentence
 SENTENCE = re.compile("tokenformer( [a-z]+)*: ")  # argparse names the command
 NOTICE = re.compile(" is used$")  # what was passed over
+DAMAGED = re.compile(" is damaged |^damaged images: [1-9]", re.M)  # what is named and left out, with exit code 2
 TIMES = re.compile(r'"duration_seconds": [^,}]*|[\d.,]+ (tokens/s|s\b)')
 
 
@@ -67,7 +70,7 @@ class Fuzzer:
         wrong = []
         for name, scenario in self.scenarios.items():
             folder = self.fresh(name, scenario)
-            ended = self.call(scenario.words, folder)
+            ended = self.call(scenario, scenario.words, folder)
             if ended.how != "exit 0":
                 wrong.append(f"{name} does not work with good files ({ended.how}):\n{ended.err[-3000:]}")
             self.expected[name] = result(scenario, folder, ended.out)
@@ -83,15 +86,21 @@ class Fuzzer:
             shutil.copytree(good, folder / needed) if good.is_dir() else shutil.copy(good, folder / needed)
         return folder
 
-    def call(self, words: list[str], folder: Path, meanwhile: Callable[[], None] | None = None) -> sandbox.Ended:
+    def call(
+        self, scenario: material.Scenario, words: list[str], folder: Path, meanwhile: Callable[[], None] | None = None
+    ) -> sandbox.Ended:
         from tokenformer.cli.main import main
+
+        port = free_port() if scenario.served else 0
 
         def both() -> int:
             if meanwhile:
                 meanwhile()
-            return main(words)
+            if port:
+                Loopback(Path.cwd(), port)
+            return main([word.replace("SERVER", f"http://127.0.0.1:{port}") for word in words])
 
-        return sandbox.run(both, folder, folder.parent / "said")
+        return sandbox.run(both, folder, folder.parent / "said", port=port)
 
     def case(self, seed: int, number: int, keep: Path | None = None) -> Verdict:
         chance = random.Random(f"{seed}/{number}")
@@ -103,9 +112,9 @@ class Fuzzer:
         if keep:
             shutil.copytree(folder, keep, symlinks=True, dirs_exist_ok=True, copy_function=_copy)
             print("tokenformer " + " ".join(words))
-        ended = self.call(words, folder, meanwhile)
+        ended = self.call(scenario, words, folder, meanwhile)
         verdict, detail = judge(ended, folder)
-        if verdict == FINE and ended.how == "exit 0" and vouched:
+        if verdict == FINE and ended.how == "exit 0" and (vouched or (scenario.elsewhere and words == scenario.words)):
             got = result(scenario, folder, ended.out)
             if got != self.expected[name]:
                 verdict, detail = "other result", f"{self.expected[name][:300]} became {got[:300]}"
@@ -160,6 +169,7 @@ def _copy(source: str, target: str) -> str:
 
 def preload() -> None:
     """Import everything once, so that a fork costs nothing. No tensor is touched: no thread may run yet."""
+    import huggingface_hub.utils  # noqa: F401
     import torch
 
     import tokenformer
@@ -178,7 +188,7 @@ def result(scenario: material.Scenario, folder: Path, out: str) -> str:
     written = {}
     for path in sorted(folder.rglob("*.safetensors")):
         parts = path.relative_to(folder).parts
-        if parts[0] in ("out", "new") or "step-00001500" in parts:
+        if parts[0] in ("out", "new", "out.safetensors") or "step-00001500" in parts:
             written["/".join(parts)] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return json.dumps(written)
 
@@ -200,6 +210,8 @@ def judge(ended: sandbox.Ended, folder: Path) -> tuple[str, str]:
     if ended.how not in ("exit 0", "exit 2"):
         return ended.how, last
     sentences = [line for line in ended.err.splitlines() if SENTENCE.match(line) and not NOTICE.search(line)]
+    if ended.how == "exit 2" and DAMAGED.search(ended.out + ended.err) and len(sentences) < 5:
+        return FINE, ""
     if ended.how == "exit 2" and (len(sentences) != 1 or len(sentences[0]) > LONGEST):
         return "no sentence", f"{len(sentences)} sentences, {len(ended.err)} characters: {last}"
     return FINE, ""

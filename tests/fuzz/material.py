@@ -6,10 +6,11 @@ import multiprocessing
 import random
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.data.images import pictures
 from tests.eval.rows import write_rows
+from tests.fuzz import media
+from tests.fuzz.media import Scenario
 
 DATA = Path(__file__).parents[1] / "data"
 CONFIG = """\
@@ -42,17 +43,9 @@ SHAPE += ["model.qkv_tokens=12", "model.proj_tokens=10", "model.ffn_tokens=20"]
 SAY = ["--tokens", "6", "--logprobs", "--device", "cpu"]
 
 
-class Scenario(NamedTuple):
-    words: list[str]  # of the command line
-    needs: list[str]  # what of the material is copied
-    harmed: list[str]  # patterns of files that are damaged
-    vouched: bool = False  # a manifest lies there: what is read must be what was written
-    output: bool = True  # whether what is printed can be compared
-
-
 def scenarios() -> dict[str, Scenario]:
     """By name."""
-    found: dict[str, Scenario] = {}
+    found = media.scenarios()
     ask = ["--prompt", "The Rabbit", *SAY]
     kinds = {  # weights: (what is given, what must lie there, what is harmed, whether a manifest vouches)
         "folder": (["folder"], ["folder"], ["folder/*"], True),
@@ -95,7 +88,7 @@ def scenarios() -> dict[str, Scenario]:
         "set-peek": Scenario(["data", "peek", "set/alice", "--document", "3"], ["set"], ["set/*"]),
         "set-split": Scenario(["data", "split", "set/alice", "--out", "parts"], ["set"], ["set/*"], False, False),
         "set-merge": Scenario(
-            ["data", "merge", "set/alice", "set/alice", "--out", "two"], ["set"], ["set/*"], False, False
+            ["data", "merge", "set/alice", "more/alice", "--out", "two"], ["set", "more"], ["*/*"], False, False
         ),
         "set-eval": Scenario(
             ["eval", "folder", "--text", "set/alice", "--device", "cpu"], ["folder", "set"], ["set/*"]
@@ -225,6 +218,7 @@ def build(folder: Path) -> None:
     (folder / "zero").mkdir()
     shutil.copytree(DATA / "zero" / "world2", folder / "zero" / "world2")
     shutil.copy(DATA / "zero" / "config.yml", folder / "zero" / "config.yml")
+    shutil.copytree(folder / "set", folder / "more")
     shutil.copytree(folder / "set", folder / "bare", ignore=shutil.ignore_patterns("*.json"))
     text = (DATA / "alice.txt").read_text(encoding="utf-8")[:3000]
     (folder / "text.txt").write_text(text, encoding="utf-8")
@@ -265,10 +259,7 @@ def _make(folder: Path, text: str) -> None:
     for name, format, context in (("official", "official", 32), ("long", "ours", 256)):
         model = build_model(ModelConfig(**shape, context=context), seed=1)
         save(model, folder / name, format=format, tokenizer_json=tokenizer)
-    del shape["vocab"]
-    model = build_model(ModelConfig(**shape, of="image", image_size=32, patch=8, classes=3), seed=1)
-    model.images = {"classes": pictures.CLASSES, "mean": [0.5] * 3, "std": [0.25] * 3}
-    save(model, folder / "vision")
+    media.build(folder, tokenizer)
     for number in range(6):
         path = folder / "pictures" / "val" / pictures.CLASSES[pictures.label(number)] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,8 @@ def landlock() -> int:
     return max(0, _libc.syscall(CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))) if sys.platform == "linux" else 0
 
 
-def confine(folder: Path) -> None:
-    """From here on this process and its children write below `folder` alone, and connect to nobody."""
+def confine(folder: Path, port: int = 0) -> None:
+    """From here on this process and its children write below `folder` alone, and connect to `port` alone, if any."""
 
     class Rules(ctypes.Structure):
         _fields_ = (("files", ctypes.c_uint64), ("net", ctypes.c_uint64))
@@ -46,6 +46,9 @@ def confine(folder: Path) -> None:
     class Beneath(ctypes.Structure):
         _pack_ = 1
         _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
+
+    class Port(ctypes.Structure):
+        _fields_ = (("allowed", ctypes.c_uint64), ("port", ctypes.c_uint64))
 
     version = landlock()
     handled = WRITES | (REFER if version > 1 else 0) | (TRUNCATE if version > 2 else 0)
@@ -55,6 +58,9 @@ def confine(folder: Path) -> None:
     for path, allowed in ((folder, handled), (Path(os.devnull), 1 << 1)):
         beneath = Beneath(allowed, os.open(path, os.O_PATH))
         _checked(_libc.syscall(ADD, made, ctypes.c_int(1), ctypes.byref(beneath), ctypes.c_uint32(0)))
+    if port and version > 3:
+        allowed = Port(TCP, port)
+        _checked(_libc.syscall(ADD, made, ctypes.c_int(2), ctypes.byref(allowed), ctypes.c_uint32(0)))
     _checked(_libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     _checked(_libc.syscall(RESTRICT, made, ctypes.c_uint32(0)))
 
@@ -65,15 +71,17 @@ def _checked(result: int) -> int:
     return result
 
 
-def run(call: Callable[[], int | None], folder: Path, said: Path, seconds: float = SECONDS) -> Ended:
-    """Fork, go into `folder`, call. `said` is a folder for what the child prints, outside of what it may write to."""
+def run(call: Callable[[], int | None], folder: Path, said: Path, seconds: float = SECONDS, port: int = 0) -> Ended:
+    """Fork, go into `folder`, call. `said` is a folder for what the child prints, outside of what it may write to;
+    `port` is one that it may serve and ask.
+    """
     said.mkdir(parents=True, exist_ok=True)
     paths = [said / "out", said / "err"]
     sys.stdout.flush()
     start = time.monotonic()
     child = os.fork()
     if child == 0:
-        _child(call, folder, paths)
+        _child(call, folder, paths, port)
     how, usage = "time", None
     limit = seconds * min(3.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))  # others have the cores too
     while time.monotonic() - start < limit:
@@ -104,7 +112,7 @@ class _quietly:
         return isinstance(error, ProcessLookupError | PermissionError)
 
 
-def _child(call: Callable[[], int | None], folder: Path, paths: list[Path]) -> None:
+def _child(call: Callable[[], int | None], folder: Path, paths: list[Path], port: int) -> None:
     code = 70
     try:
         os.setsid()
@@ -119,7 +127,7 @@ def _child(call: Callable[[], int | None], folder: Path, paths: list[Path]) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES, BYTES))
         os.chdir(folder)
         os.environ.update(TMPDIR=str(folder), HOME=str(folder), HF_HOME=str(folder))
-        confine(folder)
+        confine(folder, port)
         code = call() or 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

@@ -183,6 +183,80 @@ def test_what_cannot_grow_is_refused_with_a_sentence(make, how, sentence):
         grow(make(), **how)
 
 
+def twice() -> nn.Module:
+    """A model whose second block is its first."""
+    model = build(config(layers=2))
+    model.blocks[1] = model.blocks[0]
+    return model
+
+
+def tied() -> nn.Module:
+    """Two layers with the same keys."""
+    layers = nn.Sequential(Pattention(8, 8, 16), Pattention(8, 8, 16))
+    layers[1].segments[0].key_tokens = layers[0].segments[0].key_tokens
+    return layers
+
+
+def offloaded() -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.cpu_offload(build(config()), torch.device("cpu"))
+
+
+def with_lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    from tokenformer.hub.hf import TokenFormerForCausalLM
+
+    model = TokenFormerForCausalLM.from_native(build(config()))
+    return peft.get_peft_model(model, peft.LoraConfig(target_parameters=["value_tokens"])).base_model.model.model
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "sentence"),
+    [
+        (with_lora, {"ffn_tokens": 64}, "base_layer.key_tokens' has an adapter of peft: merge it"),
+        (twice, {"ffn_tokens": 64}, "'blocks.1.attention.query.* is also 'blocks.0.attention.query.*, so neither can"),
+        (tied, {"tokens": 32}, "'1.segments.0.key_tokens' is also '0.segments.0.key_tokens', so neither can grow"),
+        (lambda: build(config()).to("meta"), {"ffn_tokens": 64}, "is on the meta device or offloaded, .*: load it"),
+        (offloaded, {"ffn_tokens": 64}, "'embedding.weight' is on the meta device or offloaded, .*: load it"),
+    ],
+)
+def test_parameters_without_values_or_of_two_layers_are_refused(make, how, sentence):
+    with pytest.raises(UserError, match=sentence):
+        grow(make(), **how)
+
+
+def test_a_layer_that_a_module_uses_twice_grows_once():
+    layer, x = Pattention(8, 8, 16).double(), torch.randn(5, 8).double()
+    model = nn.Sequential(layer, nn.GELU(), layer)
+    bigger = grow(model, tokens=32, new_tokens="zero_key")
+    assert bigger[0] is bigger[2] and len(bigger[0].segments[0].key_tokens) == 32
+    assert torch.allclose(bigger(x), model(x), rtol=0, atol=1e-12)
+
+
+def test_what_accelerate_prepared_says_that_the_grown_model_must_be_prepared(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = build(config(layers=1, vocab=256))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95)))
+    losses(model, optimizer, 2)
+    with pytest.warns(UserWarning, match=r"goes on saving the old model: call accelerator.free_memory\(\), then"):
+        bigger = grow(model, **BIGGER, optimizer=optimizer)
+    accelerator.free_memory()
+    bigger, optimizer = accelerator.prepare(bigger, optimizer)
+    before = losses(bigger, optimizer, 2)
+    accelerator.save_state(tmp_path / "state")
+    with torch.no_grad():
+        for parameter in bigger.parameters():
+            parameter.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert losses(bigger, optimizer, 1, start=1)[0] < before[1]
+    module, held = accelerator.prepare(Own(), optimizer)[0], len(accelerator._models)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert grow(module, tokens=32, share=True) is module and accelerator._models[held - 1] is module  # in place
+    accelerator.free_memory()
+
+
 def test_a_frozen_model_grows_by_segments_that_learn():
     bigger = grow(build(config(layers=1)).requires_grad_(False), ffn_tokens=60)
     assert {name for name, p in bigger.named_parameters() if p.requires_grad} == {

@@ -12,7 +12,7 @@ from tokenformer.growth.plan import Recipe, plan_growth
 from tokenformer.models.names import ONE, own
 from tokenformer.strict import build
 
-PAIR = ModelConfig(of="pair", trunks={"image": config(layers=1), "text": config(layers=2)})
+PAIR = ModelConfig(of="two", trunks={"image": config(layers=1), "text": config(layers=2)})
 ENDS = {"image.norm.weight": ONE, "scale": own(2.66)}
 LAYER = [f"{part}.segments.0.{half}_tokens" for part in ("attention.query", "ffn") for half in ("key", "value")]
 NAMES = [f"image.blocks.0.{rest}" for rest in LAYER] + ["image.norm.weight"]

@@ -20,7 +20,9 @@ from tokenformer.train.schedule import factor
 
 TOKENS = {"qkv_tokens": 96, "proj_tokens": 64, "ffn_tokens": 384}
 MODEL = {"layers": 2, "dim": 32, "heads": 2, "vocab": 384, "context": 64, **TOKENS}
-PAIR = {"of": "pair", "trunks": {"image": {**MODEL, "context": 16}, "text": {**MODEL, "qkv_tokens": 27}}}
+IMAGE = {"of": "image", "layers": 2, "dim": 32, "heads": 2, "image_size": 16, "patch": 4, "classes": 0, **TOKENS}
+TEXT = {**MODEL, "of": "text", "pool": "end", "qkv_tokens": 27}
+PAIR = {"of": "pair", "embed": 32, "trunks": {"image": IMAGE, "text": TEXT}}
 
 
 def config(growth="progressive", model=None, **keys) -> Config:

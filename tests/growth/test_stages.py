@@ -65,7 +65,7 @@ def test_a_stage_may_begin_a_schedule_of_its_own():
     [
         ({"at": {"step": 3, "tokens": 9}}, "give {step: N}"),
         ({"at": {"patience": 3}}, "give {step: N}"),
-        ({"at": {"step": 0}}, "above 0"),
+        ({"at": {"tokens": 0}}, "above 0"),
         ({"rate": -1}, "0 or more"),
         ({"old_tokens": 0, "new_tokens": "zero_key"}, "is segment"),
     ],

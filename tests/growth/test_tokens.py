@@ -227,5 +227,7 @@ def test_switches_stay_with_their_segments(how):
         before, after = (m(ids, switches=on).logits for m in (model, bigger))
     assert ((before - after).abs().max() / before.abs().max()).item() <= 1e-12
     assert not torch.allclose(before, model(ids).logits)
+    tokenformer.active(model, {"image": 0.5})  # of calls that give none
+    assert moved(model, grow(model, **how)) <= 1e-12
     small = tokenformer.shrink(bigger, by="newest", ffn_tokens=50, tau="hold")
     assert small.config.switches("ffn", 0) == ["", "image"]

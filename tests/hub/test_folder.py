@@ -215,8 +215,13 @@ def test_a_hub_name_is_downloaded_cached_and_resumed(tmp_path):
 
 def test_a_wrapper_and_tensors_without_values_are_not_saved(tmp_path):
     model = LanguageModel(SEGMENTED)
-    for wrapper in (torch.optim.swa_utils.AveragedModel(model), torch.compile(model)):
-        with pytest.raises(UserError, match=f"{type(wrapper).__name__} is not a model of this package: save the Lang"):
+    for wrapper, do in (
+        (torch.optim.swa_utils.AveragedModel(model), "it wraps one: save its .module"),
+        (torch.compile(model), "it wraps one: save its ._orig_mod"),
+        (model.blocks, "give a LanguageModel or an ImageModel"),
+        ({}, "give a LanguageModel or an ImageModel"),
+    ):
+        with pytest.raises(UserError, match=f"{type(wrapper).__name__} is not a model of this package: {do}"):
             save(wrapper, tmp_path / "m")
     with pytest.raises(UserError, match=r"'embedding.weight' is not whole in memory"):
         save(LanguageModel(SEGMENTED).to("meta"), tmp_path / "m")

@@ -1,6 +1,7 @@
 """The transformers classes against the native model: the same numbers, whatever transformers does around them."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -17,11 +18,15 @@ from tokenformer.models import LanguageModel
 pytest.importorskip("transformers", minversion="5.17")
 
 from transformers import (
+    AttentionInterface,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    ContinuousBatchingConfig,
     DataCollatorWithFlattening,
     DynamicCache,
+    GenerationConfig,
     StaticCache,
     Trainer,
     TrainingArguments,
@@ -228,6 +233,22 @@ def test_long_prompts_may_come_in_pieces(both):
         assert torch.allclose(torch.cat(pieces, 1), native(IDS).logits, atol=1e-5)
 
 
+def test_a_config_that_was_edited_in_an_export_is_refused_and_saving_anew_is_the_way(one, tmp_path):
+    tokenformer.save(one[0], tmp_path / "model", format="hf")
+    config = tmp_path / "model" / "config.json"
+    AutoModelForCausalLM.from_pretrained(config.parent)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"heads": 2}))
+    with pytest.raises(UserError, match=r"config.json was changed since .* delete its manifest.json if you changed it"):
+        AutoModelForCausalLM.from_pretrained(config.parent)
+    (config.parent / "manifest.json").rename(tmp_path / "manifest.json")
+    model = AutoModelForCausalLM.from_pretrained(config.parent)
+    assert model.config.heads == 2
+    (tmp_path / "manifest.json").rename(config.parent / "manifest.json")
+    model.save_pretrained(config.parent)  # it describes itself again
+    assert AutoModelForCausalLM.from_pretrained(config.parent).config.heads == 2
+    assert tokenformer.load(config.parent).config.heads == 2
+
+
 def test_the_loss_is_the_native_loss_with_and_without_logits(both):
     native, model = both
     targets = torch.cat([LABELS[:, 1:], torch.full((3, 1), -100)], 1)
@@ -239,6 +260,9 @@ def test_the_loss_is_the_native_loss_with_and_without_logits(both):
     assert out.logits is None and out.past_key_values is None and torch.equal(out.loss, total / 7)
     assert torch.equal(model(IDS, labels=None, shift_labels=targets).loss, total / count)
     assert model(IDS, labels=torch.full_like(IDS, -100)).loss == 0
+    for training in (True, False):
+        with pytest.raises(UserError, match=r"labels go from 67 to 1000, but the vocabulary from 0 to \d+: encode"):
+            model.train(training)(IDS, labels=LABELS.clone().index_fill(1, torch.tensor([3]), 1000))
 
 
 def test_hidden_states_are_each_blocks_input_and_the_final_norm(golden, relative):
@@ -411,14 +435,65 @@ def test_no_cache_is_filled_while_activations_are_recomputed(one):
     assert model(IDS, use_cache=True).past_key_values is None
 
 
-def test_eager_attention_is_refused_instead_of_computing_sdpa(one, tmp_path):
-    one[1].save_pretrained(tmp_path)
-    with pytest.raises(UserError, match='"eager" does not exist here'):
-        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
-    model.set_attn_implementation("eager")
-    with pytest.raises(UserError, match='"eager" does not exist here'):
-        model(IDS)
+def test_eager_attention_computes_the_same_and_gives_its_weights(both, tmp_path, relative):
+    native, wrapped = both
+    wrapped.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0  # padding on the left
+    for words in ({}, {"attention_mask": mask}):
+        out, expected = model(IDS, output_attentions=True, **words), wrapped(IDS, **words).logits
+        assert relative(out.logits[1:], expected[1:]) < 2e-5 and relative(out.logits[0, 3:], expected[0, 3:]) < 2e-5
+        shape = (len(IDS), native.config.heads, IDS.shape[1], IDS.shape[1])
+        assert [weights.shape for weights in out.attentions] == [shape] * native.config.layers
+        torch.testing.assert_close(out.attentions[0].sum(-1)[1], torch.ones(shape[1:3]))
+        assert out.attentions[0].triu(1)[1].abs().max() == 0
+    assert model.generate(IDS, **GREEDY).tolist() == wrapped.generate(IDS, **GREEDY).tolist()
+    with pytest.raises(UserError, match="needs attn_implementation"):
+        wrapped(IDS, output_attentions=True)
+
+
+def test_the_base_model_gives_what_the_head_reads(both, tmp_path):
+    native, wrapped = both
+    wrapped.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(base(IDS).last_hidden_state, native.hidden(IDS))
+        assert torch.equal(base(IDS, return_dict=False)[0], native.hidden(IDS))
+        embedded = base(inputs_embeds=base.get_input_embeddings()(IDS), output_hidden_states=True)
+    assert torch.equal(embedded.last_hidden_state, embedded.hidden_states[-1]) and base(IDS).hidden_states is None
+    assert len(embedded.hidden_states) == native.config.layers + 1
+    with pytest.raises(UserError, match="has no loss"):
+        base(IDS, labels=IDS)
+
+
+def test_continuous_batching_gives_the_tokens_of_generate(both):
+    wrapped = both[1].eval()
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 12, [7]]
+    how = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)  # absent: most of the memory is taken
+    found = wrapped.generate_batch(inputs=prompts, generation_config=how, continuous_batching_config=small)
+    words = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [wrapped.generate(torch.tensor([p]), **words)[0, len(p) :].tolist() for p in prompts]
+    assert [output.generated_tokens for output in found.values()] == expected
+
+
+def test_attention_by_another_name_gets_what_it_needs_and_every_keyword(one):
+    """As other engines replace it: by a name, with the layer's number, its scale, and keywords of their own."""
+    asked = []
+
+    def mine(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+        asked.append((module.layer_idx, scaling, module.is_causal, kwargs["own"]))
+        seen = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return seen.transpose(1, 2), None
+
+    AttentionInterface.register("of_the_test", mine)
+    native, wrapped = one
+    expected = wrapped(IDS).logits
+    wrapped.config._attn_implementation = "of_the_test"
+    torch.testing.assert_close(wrapped(IDS, use_cache=False, own="word").logits, expected)
+    scale = native.config.head_dim**-0.5
+    assert asked == [(layer, scale, True, "word") for layer in range(native.config.layers)]
 
 
 def test_the_growth_history_goes_through_transformers_and_back(one, tmp_path):
@@ -468,7 +543,7 @@ def test_an_exported_model_takes_adapters_and_is_not_saved_with_them(tmp_path):
     assert torch.equal(made, native.generate(ids, 5))
     with tokenformer.detached(model.model):
         assert torch.equal(model(IDS).logits, plain)
-    with pytest.raises(UserError, match="adapters are attached to this model"):
+    with pytest.raises(UserError, match=r"adapters are attached \(books\)"):
         model.save_pretrained(tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -489,3 +564,23 @@ def test_a_grown_model_in_a_wrapper_is_saved_with_its_own_config(one, tmp_path, 
     assert again.model.config == model.model.config and len(again.model.history) == 1
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), model.model.generate(ids, 3))
+
+
+def test_positions_that_begin_anew_keep_documents_apart_without_labels_too(one):
+    """In evaluation transformers' own models forget this as soon as they make a cache."""
+    native, model = one
+    rows = torch.cat([torch.arange(4), torch.arange(6)])[None]
+    found = model(IDS[:1], position_ids=rows)
+    assert torch.allclose(found.logits[:, 4:], native(IDS[:1, 4:]).logits, atol=1e-5)
+    assert found.past_key_values.get_seq_length() == 10
+
+
+@pytest.mark.filterwarnings("error")
+def test_keys_that_no_shape_shows_are_said_where_they_are_not_those_of_the_weights(one, tmp_path):
+    tokenformer.save(one[0], tmp_path / "model", format="hf")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    with pytest.raises(UserWarning, match="heads is 2 here but 4 in the config beside the weights, so the same"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", heads=2)
+    other = TokenFormerConfig.from_native(dataclasses.replace(one[0].config, tau={"ffn": [5.0]}))
+    with pytest.raises(UserWarning, match=r"tau is .*5\.0.* here but .* something else: leave tau out"):
+        TokenFormerForCausalLM.from_pretrained(tmp_path / "model", config=other)

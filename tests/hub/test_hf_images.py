@@ -9,7 +9,7 @@ import torch
 
 from tests.hub.test_images import VIT, X, trained
 from tests.hub.test_remote import run_without_us
-from tokenformer import grow, load, save
+from tokenformer import UserError, grow, load, save
 from tokenformer.data.images.decode import Cropping
 from tokenformer.infer.images import reading
 
@@ -59,6 +59,25 @@ def test_a_folder_classifies_where_our_package_and_torchvision_are_not(tmp_path)
     assert torch.equal(again(X), model(X))
 
 
+def test_labels_that_are_no_class_and_an_edited_config_are_refused(tmp_path):
+    model = trained()
+    model.images = IMAGES
+    save(model, tmp_path / "model", format="hf")
+    pytest.importorskip("transformers")
+    from tokenformer.hub.hf import TokenFormerForImageClassification as Theirs
+
+    theirs = Theirs.from_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"labels go from 1 to 99, but the classes from 0 to \d+: give"):
+        theirs(pixel_values=X[:2], labels=torch.tensor([1, 99]))
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(UserError, match=r"config.json was changed since the folder was written"):
+        Theirs.from_pretrained(tmp_path / "model")
+    theirs.save_pretrained(tmp_path / "model")
+    Theirs.from_pretrained(tmp_path / "model")
+    assert torch.equal(load(tmp_path / "model")(X), model(X))
+
+
 def test_a_folder_is_read_back_with_names_and_processor(tmp_path):
     model = trained(VIT)
     model.images = IMAGES
@@ -90,3 +109,54 @@ def test_a_grown_image_model_in_a_wrapper_is_saved_with_its_own_config(tmp_path)
     model.model = grow(model.model, ffn_tokens=32)
     model.save_pretrained(tmp_path / "grown")
     assert load(tmp_path / "grown").config.ffn_tokens == [16, 16]
+
+
+def test_accumulated_micro_batches_give_the_gradient_and_loss_of_one(tmp_path):
+    """Trainer leaves the division to models that take its count of items, as any **kwargs seems to."""
+    transformers = pytest.importorskip("transformers")
+    from tokenformer.hub.hf import TokenFormerForImageClassification as Theirs
+
+    save(trained(), tmp_path / "model", format="hf")
+    rows = [{"pixel_values": x, "labels": i} for i, x in enumerate(torch.randn(8, *X.shape[1:]))]
+    found = []
+    for size in (8, 2):
+        model = Theirs.from_pretrained(tmp_path / "model")
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        how = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "optim": "sgd"}
+        more = {"max_steps": 1, "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "out"), learning_rate=0.1, max_grad_norm=0, **how, **more
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        moved = [new.detach() - old for new, old in zip(model.parameters(), before, strict=True)]
+        found.append((trainer.state.log_history[0]["loss"], torch.cat([part.flatten() for part in moved])))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-3, atol=1e-6)
+
+
+def test_other_classes_make_a_new_head_and_other_problems_are_refused(tmp_path):
+    pytest.importorskip("transformers")
+    from tokenformer.hub.hf import TokenFormerForImageClassification as Theirs
+    from tokenformer.hub.hf import TokenFormerImageConfig
+
+    model = trained()
+    model.images = IMAGES
+    save(model, tmp_path / "model", format="hf")
+    names = {0: "cat", 1: "dog"}
+    for how in ({"num_labels": 2}, {"classes": 2}, {"id2label": names, "label2id": {"cat": 0, "dog": 1}}):
+        theirs = Theirs.from_pretrained(tmp_path / "model", ignore_mismatched_sizes=True, **how)
+        assert theirs(X).logits.shape[1] == theirs.config.num_labels == len(theirs.config.id2label) == 2
+        assert theirs.config.id2label == names or "id2label" not in how
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            Theirs.from_pretrained(tmp_path / "model", **how)
+    assert len(TokenFormerImageConfig.from_native(model.config).id2label) == model.config.classes
+    theirs = Theirs.from_pretrained(tmp_path / "model", problem_type="multi_label_classification")
+    several = torch.zeros(len(X), 10)
+    several[:, :2] = 1
+    with pytest.raises(UserError, match="problem_type is multi_label_classification, but an image has one class"):
+        theirs(X, labels=several)
+    theirs.config.problem_type = None
+    with pytest.raises(UserError, match="do not add up to 1: give numbers of classes"):
+        theirs(X, labels=several)
+    assert theirs(X, labels=several / 2).loss.isfinite()

@@ -34,7 +34,7 @@ CONFIGS = {
     "llama": ModelConfig(**SHAPE, kind="llama", kv_heads=2, tied=False, rotary_fraction=1.0),
 }
 READER = """
-import importlib.util, json, os, sys
+import importlib.util, json, os, shutil, sys
 from pathlib import Path
 from typing import Any
 sys.path[:] = [p for p in sys.path if not p.endswith("-packages")] + sys.argv[1].split(os.pathsep)
@@ -60,9 +60,23 @@ for folder in map(Path, sys.argv[2:]):
     for cache in ("dynamic", "static"):
         options = dict(max_new_tokens=8, eos_token_id=-1, do_sample=False, cache_implementation=cache)
         out[f"{folder.name}.{cache}"] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    try:
+        model.load_adapter(folder)  # not peft's, and ours needs the package
+        raise SystemExit("an adapter was taken")
+    except Exception as error:
+        assert type(error).__name__ == "UserError" and "needs the package, not its remote code" in str(error), error
     model.train().gradient_checkpointing_enable()
     model(ids, labels=ids).loss.backward()
     model.save_pretrained(folder.parent / f"{folder.name}-again")
+edited = Path(shutil.copytree(folder, folder.parent / "edited"))
+(edited / "config.json").write_text((edited / "config.json").read_text().replace('"heads": 4', '"heads": 2'))
+try:
+    AutoModelForCausalLM.from_pretrained(edited, trust_remote_code=True)
+    sys.exit("an edited config.json was taken")
+except Exception as error:
+    assert type(error).__name__ == "UserError" and "config.json was changed" in str(error), error
+model.save_pretrained(edited)
+AutoModelForCausalLM.from_pretrained(edited, trust_remote_code=True)
 save_file(out, folder.parent / "out.safetensors")
 print(json.dumps(sorted(m for m in sys.modules if m.split(".")[0] == "tokenformer")))
 """

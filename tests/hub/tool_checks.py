@@ -14,15 +14,19 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from accelerate import cpu_offload, disk_offload, load_checkpoint_and_dispatch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+import tokenformer
 from tokenformer import models
+from tokenformer.adapters import base_of, digest
+from tokenformer.adapters import merged as merged_adapters
 from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
+from tokenformer.hub.adapter_folder import AdapterFile, write_adapter
 from tokenformer.hub.hf import TokenFormerForCausalLM
 from tokenformer.infer import Engine
 from tokenformer.models.layers import Pattention, Segment
@@ -120,6 +124,19 @@ def lora() -> dict[str, float]:
         want = tuned(input_ids=IDS).logits
         found["LoRA, reloaded"] = far(again(input_ids=IDS).logits, want)
         found["LoRA, merged after training"] = far(tuned.merge_and_unload()(input_ids=IDS).logits, want)
+    tied = TokenFormerForCausalLM.from_native(model(tied=True)).eval()
+    tuned = get_peft_model(tied, LoraConfig(r=2, target_modules=["embedding"], init_lora_weights=False)).eval()
+    with torch.no_grad():
+        want = tuned(input_ids=IDS, labels=IDS)
+        merged = tuned.merge_and_unload()(input_ids=IDS, labels=IDS)
+    found["LoRA on a tied embedding, merged"] = far([merged.logits, merged.loss], [want.logits, want.loss])
+    prompts = get_peft_model(
+        net, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=32, num_attention_heads=2)
+    )
+    front = torch.cat([prompts.get_prompt(2), net.get_input_embeddings()(IDS)], 1)
+    labels = torch.cat([torch.full((2, 3), -100), IDS], 1)
+    want = net(inputs_embeds=front, labels=labels).loss
+    found["prompt tuning"] = far(prompts(input_ids=IDS, labels=IDS).loss, want)
     for name, more in {"IA3": IA3Config(target_modules=["query"], feedforward_modules=[])}.items():
         try:
             get_peft_model(copy.deepcopy(net), more)
@@ -127,6 +144,49 @@ def lora() -> dict[str, float]:
         except ValueError as error:
             found[f"{name} is taken in silence"] = float("not supported" not in str(error))
     return found
+
+
+def adapters() -> dict[str, float]:
+    """LoRA with an adapter of ours attached, which it changes too: against a model that holds the sums."""
+    torch.manual_seed(0)
+    net, base = TokenFormerForCausalLM.from_native(model()), model()
+    tensors = {
+        f"blocks.0.{part}.segments.{len(base.blocks[0].get_submodule(part).segments)}.{half}": torch.randn(6, 32) * 0.3
+        for part in PARTS
+        for half in ("key_tokens", "value_tokens")
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapter(f"{folder}/ours", AdapterFile("base", digest(*base_of(base))), tensors, [])
+        net.load_adapter(f"{folder}/ours", "ours")
+    plain = net.model(IDS).logits
+    config = LoraConfig(r=2, target_parameters=["value_tokens", "key_tokens"], init_lora_weights=False)
+    tuned = get_peft_model(copy.deepcopy(net), config).train()
+    merged = copy.deepcopy(tuned).merge_and_unload()
+    whole = merged_adapters(merged.model)  # a plain model: all segments count always
+    out = tuned(input_ids=IDS, labels=IDS, skip_logits=False)
+    wanted = [merged(input_ids=IDS, labels=IDS).loss, whole(IDS).logits]
+    found = {"LoRA and ours, merged": far([out.loss, out.logits], wanted)}
+    found["LoRA moves nothing of ours"] = float(far(whole(IDS).logits, plain) < 1e-2)
+    with tokenformer.detached(tuned.base_model.model.model), torch.no_grad():
+        found["ours detached"] = far(tuned(input_ids=IDS).logits, without(merged.model))
+    out.loss.backward()
+    learns = {name: p.grad for name, p in tuned.named_parameters() if p.requires_grad}
+    found["LoRA of ours that gets no gradient"] = float(sum(g is None or not g.any() for g in learns.values()))
+    found["LoRA that is missing"] = abs(len(learns) - 2 * len(list(merged.model.blocks.parameters())))
+    try:
+        Engine(tuned.base_model.model.model)
+        found["the engine took a model with LoRA"] = 1.0
+    except UserError as error:
+        found["the engine took a model with LoRA"] = float("carries a hook or an adapter" not in str(error))
+    made = Engine(merged.eval().model).generate(IDS[:, :4], 5)
+    wrong = [row.ids for row in made] != merged.model.generate(IDS[:, :4], 5)[:, 4:].tolist()
+    found["the engine, merged"] = float(wrong)
+    return found
+
+
+def without(net: nn.Module) -> Tensor:
+    with tokenformer.detached(net):
+        return net(IDS).logits
 
 
 def hooks() -> dict[str, float]:
@@ -168,7 +228,7 @@ def hooks() -> dict[str, float]:
 
 
 def shard() -> dict[str, float]:
-    """FSDP2 by Pattention, then by the model."""
+    """FSDP2 by Pattention or Segment, then by the model."""
     with tempfile.NamedTemporaryFile() as file:
         dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
         net, mesh = model(), init_device_mesh("cpu", (1,))
@@ -177,6 +237,11 @@ def shard() -> dict[str, float]:
                 fully_shard(module, mesh=mesh)
         fully_shard(net, mesh=mesh)
         found = {"FSDP2 by Pattention": far(step(net), step(model()))}
+        net = model()  # some projections, and a segment of another
+        for part in ("attention.query.segments.1", "ffn.segments.0", "attention.proj"):
+            fully_shard(net.blocks[0].get_submodule(part), mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        found["FSDP2 by Segment"] = far(step(net), step(model()))
         dist.destroy_process_group()
     return found
 
@@ -206,7 +271,7 @@ def trainer() -> dict[str, float]:
 
 
 def main() -> None:
-    cases: list[Callable[[], dict[str, float]]] = [offload, lora, hooks, shard, trainer]
+    cases: list[Callable[[], dict[str, float]]] = [offload, lora, adapters, hooks, shard, trainer]
     path = backend(torch.zeros(1, requires_grad=True))
     assert path == os.environ["TOKENFORMER_PATTENTION"], path
     with warnings.catch_warnings(record=True) as said:

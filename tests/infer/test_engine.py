@@ -195,7 +195,7 @@ def test_each_row_of_a_batch_has_its_own_adapters():
 def test_adapters_that_a_batch_cannot_have():
     model = make(**SWITCHED)
     for switches, said in (
-        ([{"c": 1.0}], "no adapter 'c' is attached: there are a, b"),
+        ([{"c": 1.0}], "no adapter or switch 'c': there are a, b"),
         ([{}, {}], "for 2 of 1 prompts"),
     ):
         with pytest.raises(UserError, match=said):

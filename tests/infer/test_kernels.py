@@ -125,7 +125,9 @@ def test_what_the_kernels_cannot_do_is_said(tokenformer_model):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)]
+)  # both round to 8 bits
 def test_on_the_gpu_a_fused_step_is_the_reference_step(shape, overlapped, dtype, tolerance):
     model = model_of(shape).to("cuda", dtype)
     for lengths in ([9], [5, 1, 12], [3] * 33):

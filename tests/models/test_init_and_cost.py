@@ -5,11 +5,14 @@ import math
 import pytest
 import torch
 
+import tokenformer
 from tokenformer.config import LayerOverride, ModelConfig, load, presets
 from tokenformer.models import LanguageModel, Pattention, cost, init_weights
 from tokenformer.models.cost import equal_transformer
 
 CONFIG = ModelConfig(layers=2, dim=64, heads=4, qkv_tokens=48, proj_tokens=[32, 16], ffn_tokens=200, vocab=512)
+
+NO_TOKENS = {"qkv_tokens": None, "proj_tokens": None, "ffn_tokens": None}
 
 PUBLISHED = {  # parameters, matmul parameters
     "lm/150m": (151_881_216, 113_246_208),
@@ -70,6 +73,21 @@ def test_centred_values_have_mean_zero_over_the_tokens():
             torch.testing.assert_close(value, official[name] - official[name].mean(0))
         else:
             assert torch.equal(value, official[name])
+
+
+@pytest.mark.parametrize("kind", ["tokenformer", "transformer"])
+def test_with_init_zero_a_block_adds_nothing_at_first_and_what_grows_later_still_learns(kind):
+    config = ModelConfig(
+        **{**vars(CONFIG), "init": "zero", "kind": kind} | ({} if kind == "tokenformer" else NO_TOKENS)
+    )
+    model = LanguageModel(config)
+    x = torch.randn(2, 5, config.dim)
+    assert torch.equal(model.blocks[0](x, model.view(x)), x)
+    moving = {n for n, p in model.named_parameters() if p.std() > 0 and "query" in n}
+    assert moving, "what reads the stream is drawn"
+    if kind == "tokenformer":
+        grown = tokenformer.grow(model, ffn_tokens=600, new_tokens="zero_key").state_dict()
+        assert grown["blocks.0.ffn.segments.0.value_tokens"][200:].std() > 0
 
 
 def test_a_layer_alone_stands_where_a_linear_does():
@@ -157,7 +175,7 @@ def test_several_trunks_cost_what_their_blocks_cost_together():
     shape = {"layers": 2, "dim": 32, "heads": 2, "vocab": 64}
     text = ModelConfig(**shape, qkv_tokens=16, proj_tokens=8, ffn_tokens=[8, 8])
     image = ModelConfig(**shape | {"layers": 3}, kind="transformer")
-    both, apart = cost(ModelConfig(of="pair", trunks={"text": text, "image": image})), [cost(text), cost(image)]
+    both, apart = cost(ModelConfig(of="two", trunks={"text": text, "image": image})), [cost(text), cost(image)]
     assert both.parameters == sum(c.parameters - 64 * 32 for c in apart) and both.head_parameters == 0
     assert both.matmul_parameters == sum(c.matmul_parameters for c in apart) == sum(both.projections.values())
     assert both.token_flops(8) == 2 * (2 + 3) * 32 * 8 and both.causal

@@ -301,14 +301,20 @@ def test_a_state_dict_knows_tau_theta_and_switches_and_holds_tensors_alone(tmp_p
     assert all(isinstance(value, torch.Tensor) for value in state.values())
     torch.save(state, tmp_path / "state.pt")
     for kept in (state, torch.load(tmp_path / "state.pt", weights_only=True), copy.deepcopy(state)):
-        with pytest.raises(RuntimeError, match=r"segments.0.tau is 7.0 in the state_dict and 2.82.* compute"):
+        with pytest.raises(RuntimeError, match=r"segments.0.tau is 7.0 in the state_dict but 2.82.* compute"):
             Pattention(16, 24, tokens=8).load_state_dict(kept, strict=False)
         same = Pattention(16, 24, tokens=8, tau=[7.0])
         same.load_state_dict(kept)
         assert torch.equal(same(x), held(x))
-    with pytest.raises(RuntimeError, match="theta is l2_norm_gelu in the state_dict and softmax here"):
+    with pytest.raises(RuntimeError, match="theta is l2_norm_gelu in the state_dict but softmax in this model"):
         Pattention(16, 24, tokens=8, tau=[7.0], theta="softmax").load_state_dict(state)
     Pattention(16, 24, tokens=8).load_state_dict(dict(state))  # tensors alone, as files hold them
+    switched = Pattention(16, 24, tokens=[8, 8], switch=["", "image"])
+    with pytest.raises(RuntimeError, match=r"switch is null in the state_dict but \['', 'image'\] in this model"):
+        switched.load_state_dict(Pattention(16, 24, tokens=[8, 8]).state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*segments.1.key_tokens") as refused:
+        Pattention(16, 24, tokens=[8, 8]).load_state_dict(Pattention(16, 24, tokens=8).state_dict())
+    assert "switch" not in str(refused.value)  # fewer segments are no other switches
 
 
 @pytest.mark.parametrize(
@@ -317,7 +323,7 @@ def test_a_state_dict_knows_tau_theta_and_switches_and_holds_tensors_alone(tmp_p
 def test_a_state_dict_knows_what_no_shape_shows(key, value):
     state = LanguageModel(tiny()).state_dict()
     other = LanguageModel(tiny(**{key: value}))
-    with pytest.raises(RuntimeError, match=f"{key} is .* in the state_dict and {value:g}.* here"):
+    with pytest.raises(RuntimeError, match=f"{key} is .* in the state_dict but {value:g}.* in this model"):
         other.load_state_dict(state)
     other.load_state_dict(dict(state))  # tensors alone, as files hold them
     for about in state._metadata.values():  # a state_dict of an older version

@@ -90,7 +90,7 @@ def test_a_switch_that_is_absent_leaves_no_trace_and_a_weight_multiplies_its_seg
 def test_switches_that_nobody_knows_are_refused_in_a_sentence():
     model = models.build(CONFIG)
     ids, weights = torch.tensor([[1, 2]]), torch.ones(1)
-    with pytest.raises(UserError, match=r"has no switch 'imgae': model.switch names them"):
+    with pytest.raises(UserError, match=r"has no adapter or switch 'imgae': there are "):
         model(ids, switches={"imgae": weights})
     for degrees in (Degrees(pipeline=2), Degrees(token=2)):
         with pytest.raises(UserError, match=r"switches .* neither parallel.pipeline nor parallel.token knows"):

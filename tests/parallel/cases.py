@@ -27,6 +27,8 @@ MIXED = [
     "data.split=[100,0,0]",
 ]
 LARGE = ["micro_batch=4"]  # fewer messages
+SMALL = ["micro_batch=1"]  # four ranks, too, accumulate
+ZERO2 = ["parallel.reshard_after_forward=false"]
 MUON, ADAMW = ["optimizer.kind=muon"], ["optimizer.kind=adamw"]
 
 
@@ -91,7 +93,10 @@ RUNS: dict[str, Run] = {
     "joint": run(LARGE, ODD, MUON, ["optimizer.segments=joint"], on=BOTH),
     "transformer-token2": run(LARGE, PLAIN, ["model.kind=transformer"], on=TWO),
     "llama-both": run(LARGE, PLAIN, ["model.kind=llama", "model.kv_heads=2", "model.tied=false"], on=BOTH),
-    "zero2": run(LARGE, ODD, ["parallel.reshard_after_forward=false"], on=mesh(shard=2)),
+    "zero2": run(LARGE, ODD, ZERO2, on=mesh(shard=2)),
+    "once-sharded": run(ODD, SMALL, on=mesh(replicate=2, shard=2)),
+    "once-whole": run(ODD, SMALL, MUON, ["parallel.accumulate=whole"], on=mesh(replicate=2, shard=2)),
+    "zero2-sharded": run(ODD, ZERO2, ["parallel.accumulate=sharded"], on=mesh(shard=2)),
     "offload": run(LARGE, ODD, ["parallel.offload=true"], on=mesh(shard=2)),
     "background": run(LARGE, ODD, ["checkpoint.background=true"], on=mesh(shard=2)),
     "untied-pipeline4": run(ODD, DEEP, ["model.tied=false"], on=mesh(pipeline=4)),

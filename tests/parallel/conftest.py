@@ -9,7 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.cases import ADAMW, BOTH, EQUAL, MUON, ODD, ONE, PLAIN, RUNS, THREE, TWO, Run, mesh, run
+from tests.parallel.cases import (
+    ADAMW,
+    BOTH,
+    EQUAL,
+    MUON,
+    ODD,
+    ONE,
+    PLAIN,
+    RUNS,
+    SMALL,
+    THREE,
+    TWO,
+    ZERO2,
+    Run,
+    mesh,
+    run,
+)
 from tests.parallel.workers import train, worker
 from tests.train.conftest import TEXT, TINY
 from tokenformer.data.text.prepare import prepare
@@ -23,7 +39,11 @@ COUNTS = {  # what is sent, by what: see test_token.py
     "again": run(ODD, ["train.activation_checkpointing=full"], on=TWO),
     "transformer": run(PLAIN, ["model.kind=transformer"], on=TWO),
     "llama": run(PLAIN, ["model.kind=llama", "model.kv_heads=2", "model.tied=false"], on=BOTH),
-    "zero2": run(ODD, ["parallel.reshard_after_forward=false"], on=mesh(shard=2)),
+    "zero2": run(ODD, ZERO2, on=mesh(shard=2)),
+    "once-replicate4": run(ODD, SMALL, on=mesh(replicate=4)),
+    "once-sharded": run(ODD, SMALL, on=mesh(replicate=2, shard=2)),
+    "once-whole": run(ODD, SMALL, ["parallel.accumulate=whole"], on=mesh(replicate=2, shard=2)),
+    "zero2-sharded": run(ODD, ZERO2, ["parallel.accumulate=sharded"], on=mesh(shard=2)),
     "joint": run(ODD, ["optimizer.segments=joint"], on=BOTH),
     "whole-both": run(THREE, MUON, on=mesh(shard=2, token=2, segments="per-rank")),
     **{f"{name}-{o[0][15:]}": run(ODD, d, o, on=on) for name, (d, on) in EQUAL.items() for o in (ADAMW, MUON)},

@@ -39,11 +39,11 @@ def calm(slurm, ran, tmp_path_factory) -> dict:
 class Training:
     """A job of two nodes, one process each."""
 
-    def __init__(self, slurm: Slurm, ran, run: Path) -> None:
+    def __init__(self, slurm: Slurm, ran, run: Path, *more: str) -> None:
         self.slurm, self.run = slurm, run
         command = [sys.executable, "-m", "tokenformer", "slurm", str(ran.file), *SETTINGS, "--out", str(run)]
         where = ["--nodes", "2", "--gpus-per-node", "0", "--time", "10:00", "--partition", "main", "--submit"]
-        done = subprocess.run([*command, *where], env=slurm.environment, capture_output=True, text=True)
+        done = subprocess.run([*command, *where, *more], env=slurm.environment, capture_output=True, text=True)
         assert "Submitted batch job" in done.stdout, done.stdout + done.stderr
         self.number = done.stdout.split()[-1]
 
@@ -103,3 +103,19 @@ def test_a_job_whose_time_is_over_puts_itself_back_into_the_queue(slurm, ran, ca
     job.finish()
     assert "going on from step 1" in job.said() and slurm.job(job.number)["Restarts"] == "1"
     assert same(result(job.run), calm)
+
+
+def test_a_job_that_is_cancelled_saves_and_stays_out_of_the_queue(slurm, ran, tmp_path):
+    """A prelude, and words before python as a container has them, too."""
+    setup = tmp_path / "set up.sh"
+    setup.write_text("export FROM_SETUP=1\n")
+    more = ["--setup", str(setup), "--prelude", "echo prelude $FROM_SETUP", "--container", "env STAND_IN=1"]
+    job = Training(slurm, ran, tmp_path / "run", *more)
+    job.reach(100)
+    slurm("scancel", job.number)
+    job.wait(lambda: "stopped by SIGTERM" in job.said())
+    job.wait(lambda: job.state() == "CANCELLED")
+    time.sleep(8)
+    assert job.state() == "CANCELLED" and slurm.job(job.number)["Restarts"] == "0"
+    assert "prelude 1" in job.said() and list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert job.number not in slurm("squeue", "-h", "-o", "%i")

@@ -24,7 +24,7 @@ from tokenformer.train.trainer import Trainer
 HERE = Path(__file__)
 CONFIG = """
 model:
-  of: pair
+  of: match
   trunks:
     image: {layers: 2, dim: 16, heads: 2, qkv_tokens: 12, proj_tokens: 9, ffn_tokens: 24, context: 4, vocab: 1}
     text: {layers: 1, dim: 16, heads: 2, qkv_tokens: 10, proj_tokens: 10, ffn_tokens: [20, 8], context: 3, vocab: 16,
@@ -181,7 +181,7 @@ def test_a_run_of_it_starts_another_one_and_one_of_another_kind_is_refused(file,
     trainer.build()
     saved = result(tmp_path / "one")["model"]
     assert all(torch.equal(parameter, saved[name]) for name, parameter in trainer.model.named_parameters())
-    with pytest.raises(UserError, match=r"^start .* is a model of pair, but one of language is needed here"):
+    with pytest.raises(UserError, match=r"^start .* is a model of match, but one of language is needed here"):
         Trainer(load(config_file, overrides=[f"start={tmp_path / 'one'}"]), tmp_path / "three").run()
 
 
@@ -212,6 +212,8 @@ def test_what_is_for_language_models_alone_is_refused_in_a_sentence(file, tmp_pa
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(UserError, match=r"growth.at names tokens, but this task counts pairs"):
         train(file, tmp_path / "run", GROWS.replace("pairs", "tokens"))
-    with pytest.raises(UserError, match="task is 'pair', but must be language, classify; or give `Trainer` a `task`"):
+    with pytest.raises(
+        UserError, match="task is 'match', but must be language, classify, pair; or give `Trainer` a `task`"
+    ):
         Trainer(load(file), tmp_path / "run")
     assert not (tmp_path / "run").exists()

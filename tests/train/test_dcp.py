@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from tokenformer.errors import UserError
+from tokenformer.files import sha256
 from tokenformer.hub import dcp
 from tokenformer.hub.dcp import read_tensors, write_tensors
 
@@ -94,3 +95,11 @@ def test_a_shard_that_is_not_as_we_wrote_it_is_one_sentence(tmp_path, harm):
     with pytest.raises(UserError, match=re.escape(str(tmp_path))) as found:
         read_tensors(tmp_path, {name: torch.zeros_like(tensor) for name, tensor in some().items()})
     assert "\n" not in str(found.value)
+
+
+def test_equal_tensors_give_equal_files_and_the_entries_are_theirs(tmp_path):
+    entries = [write_tensors(tmp_path / name, some()) for name in "ab"]
+    assert entries[0] == entries[1]
+    for name, entry in entries[0].items():
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        assert entry == {"bytes": (tmp_path / "a" / name).stat().st_size, "sha256": sha256(tmp_path / "a" / name)}

@@ -149,6 +149,18 @@ def test_with_old_tokens_0_all_that_was_there_is_frozen_and_all_that_is_new_lear
     assert not [name for name, tensor in middle.items() if torch.equal(tensor, last[name])]
 
 
+def test_growth_before_the_first_step_leaves_the_weights_that_the_run_starts_with(tiny, tmp_path):
+    train(tiny("steps=3"), tmp_path / "small")
+    plan = ["growth=[{at: {step: 0}, ffn_tokens: 48, old_tokens: 0}]", f"start={tmp_path / 'small'}", "steps=6"]
+    train(tiny(*plan), tmp_path / "whole")
+    train_until(3, tiny(*plan), tmp_path / "parts")
+    train(tiny(*plan), tmp_path / "parts", resume=True)
+    assert same(result(tmp_path / "whole"), result(tmp_path / "parts"))
+    old, new = (result(tmp_path / name)["model"] for name in ("small", "whole"))
+    assert all(torch.equal(tensor, new[name]) for name, tensor in old.items()) and len(new) == len(old) + 4
+    assert any(new["blocks.0.ffn.segments.1.value_tokens"].flatten())
+
+
 def test_state_may_be_dropped_and_old_tokens_disturbed(tiny, tmp_path):
     plan = "growth=[{at: {step: 10}, ffn_tokens: 48, state: drop, noise: 0.1}]"
     run = train(tiny(plan, "steps=11", "checkpoint.keep=0", "optimizer.kind=adamw"), tmp_path / "run")

@@ -298,7 +298,8 @@ def test_a_run_folder_holds_what_it_was_made_with(tiny, tmp_path):
     start = json.loads((run / "environment.json").read_text())["starts"][0]
     assert start["torch"] == torch.__version__ and start["command"] == ["tokenformer", "train", "x"]
     kinds = {row["kind"] for row in read_rows(run)}
-    assert kinds == {"train", "validation", "sample"}
+    assert kinds == {"train", "validation", "sample", "checkpoint"}
+    assert all(row["idle"] > 0 for row in read_rows(run) if row["kind"] == "checkpoint")
     text = next(row["text"] for row in read_rows(run) if row["kind"] == "sample")
     assert text.startswith("The ")
     row = next(row for row in read_rows(run) if row["kind"] == "train")

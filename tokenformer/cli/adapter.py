@@ -56,15 +56,21 @@ def _list(args: argparse.Namespace) -> None:
     table(["adapter", "base", "digest of the base", "tokens", "layers", "parameters"], rows)
 
 
+def _check_out(args: argparse.Namespace, sources: list[str]) -> None:
+    """Refuse a folder that exists, or that is, holds or lies in what is read."""
+    from tokenformer.files import refuse_existing, refuse_overlap
+
+    refuse_existing(args.out, args.force)
+    for source in sources:
+        refuse_overlap(args.out, source)
+
+
 def _merge(args: argparse.Namespace) -> None:
     from tokenformer.adapters import attach_all, merged, split_weight
-    from tokenformer.files import refuse_existing, refuse_overlap
     from tokenformer.hub import save
     from tokenformer.hub.open import open_model
 
-    refuse_existing(args.out, args.force)
-    for source in (args.base, *(split_weight(word)[0] for word in args.adapters)):
-        refuse_overlap(args.out, source)
+    _check_out(args, [args.base, *(split_weight(word)[0] for word in args.adapters)])
     opened = open_model(args.base)
     model = merged(attach_all(opened.model, args.adapters))
     save(model, args.out, tokenizer_json=opened.tokenizer_json, force=args.force)
@@ -73,13 +79,10 @@ def _merge(args: argparse.Namespace) -> None:
 
 def _add(args: argparse.Namespace) -> None:
     from tokenformer.adapters import added, split_weight
-    from tokenformer.files import refuse_existing, refuse_overlap
     from tokenformer.hub.adapter_folder import read_adapter, write_adapter
 
-    refuse_existing(args.out, args.force)
     weighted = [split_weight(word) for word in args.adapters]
-    for source, _ in weighted:
-        refuse_overlap(args.out, source)
+    _check_out(args, [source for source, _ in weighted])
     summed = added([(read_adapter(source), weight) for source, weight in weighted])
     write_adapter(args.out, summed.about, summed.tensors, summed.history, args.force)
     count = sum(tensor.numel() for tensor in summed.tensors.values())

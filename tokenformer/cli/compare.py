@@ -21,6 +21,8 @@ from tokenformer.cli.main import split_settings
 if TYPE_CHECKING:
     from tokenformer.config import Config
 
+HARMLESS = ("log.", "checkpoint.", "validation.", "micro_batch:", "out:", "data.workers:")  # change no result
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="+", metavar="CONFIG", help="config files or presets, and a.b=c for all of them")
@@ -38,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     configs = read_configs(args.words, args.transformer)
     for name, config in configs.items():
         check(config, args.out / name, resume=True)
+        refuse_other_settings(config, args.out / name)
     for ending in ("html", "png"):
         check_writable(args.out / f"compare.{ending}")
     from tokenformer.train.page import write_page
@@ -63,6 +66,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def refuse_other_settings(config: "Config", folder: Path) -> None:
+    """Refuse a run that was begun with other settings: its results would be shown as those of these settings."""
+    from tokenformer.errors import UserError
+    from tokenformer.growth.progressive import resolve
+    from tokenformer.train.run import changes, earlier, with_batch_sizes
+
+    before = earlier(folder, resume=True)
+    if before is None:
+        return
+    config = with_batch_sizes(resolve(config)[0], world=1)
+    if config.adapter and before.adapter:  # the trainer compares the base
+        config = dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, base=before.adapter.base))
+    longer = ("steps:",) if config.steps > before.steps else ()
+    other = [line for line in changes(folder, before, config) if not line.startswith((*HARMLESS, *longer))]
+    if other:
+        raise UserError(
+            f"{folder} was begun with other settings ({'; '.join(other)}): keep them, or give another --out"
+        )
+
+
 def read_configs(words: list[str], transformer: bool) -> dict[str, "Config"]:
     """Return the configs by the names of their runs. Refuse those that would not be trained on the same samples."""
     from tokenformer.errors import UserError
@@ -80,8 +103,11 @@ def read_configs(words: list[str], transformer: bool) -> dict[str, "Config"]:
         found[name] = read_config(source, overrides=settings, training=True)
     if transformer and found:
         name, config = next(iter(found.items()))
+        if config.start:
+            unequal = f"{name} starts with the weights of {config.start}, and a Transformer would start with none"
+            raise UserError(f"{unequal}: leave --transformer out, or give start=null")
         rival = equal_transformer(config.model)
-        found[f"{name}-transformer"] = dataclasses.replace(config, model=rival, growth=[], start=None)
+        found[f"{name}-transformer"] = dataclasses.replace(config, model=rival, growth=[])
     if len(found) < 2:
         raise UserError("there is nothing to compare with: give a second config, or --transformer")
     first, *others = found

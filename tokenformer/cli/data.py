@@ -137,7 +137,7 @@ def _images(args: argparse.Namespace) -> int:
     from tokenformer import files
     from tokenformer.config import read
     from tokenformer.config_data import DataConfig, ImagesConfig
-    from tokenformer.data.images.opening import open_images
+    from tokenformer.data.images.opening import open_parts
     from tokenformer.data.images.sheet import contact_sheet, damaged_images
     from tokenformer.strict import build, merge, override
 
@@ -148,8 +148,8 @@ def _images(args: argparse.Namespace) -> int:
         raise UserError(f"--count {args.count} is no number of images for a sheet: give 1 to 100")
     if not args.check:
         files.check_writable(args.out, args.force)
-    train = open_images(data, "train")
-    parts = {"train": train, "validation": open_images(data, "validation", train.classes)}
+    train, held = open_parts(data)
+    parts = {"train": train, "validation": held}
     for part, images in parts.items():
         print(f"{part}: {len(images):,} images of {len(images.classes):,} classes")
     if args.check:

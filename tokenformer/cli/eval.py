@@ -1,4 +1,4 @@
-"""Measure a model: perplexity of texts, the six zero-shot tasks beside the paper's numbers; of images, top-1 and top-5.
+"""Measure a model: perplexity, zero-shot tasks beside the paper's numbers; of images top-1 and top-5, of pairs recall.
 
 example: tokenformer eval my-folder --text book.txt --stride 512
          tokenformer eval runs/mine --text data/books --part validation
@@ -7,6 +7,9 @@ example: tokenformer eval my-folder --text book.txt --stride 512
          tokenformer eval runs/icons --images examples/icons --confusion confusion.png
          tokenformer eval vit --images imagenet/val --class-index imagenet_class_index.json
          tokenformer eval vit --images val --labels LOC_val_solution.csv --class-index LOC_synset_mapping.txt
+         tokenformer eval runs/pairs --pairs examples/icons
+         tokenformer eval runs/pairs --images examples/icons --templates templates.txt
+         tokenformer eval runs/pairs --images imagenet/val --class-index imagenet --templates imagenet
          torchrun --nproc-per-node 8 -m tokenformer eval my-folder --tasks all
 
 MODEL is a folder, a run, official weights (with their config files, if none is beside them) or a hub name. Tasks come
@@ -15,18 +18,21 @@ paper from local files, offline, and without the harness by our own scorer (--na
 takes what data.path takes: folders of classes, shards, Parquet, CIFAR, MNIST, or one folder and --labels. They are read
 as in the model's training, unless words such as data.images.crop_pct=1 say otherwise. A damaged image is named and
 counts in no figure, and the exit code is then 2.
+
+Of a pair (`model.of: pair`), --pairs measures how many images find one of their captions among the first 1, 5 and 10,
+and captions their image; what scores as high as the right one stands before it. --images classifies by the names of the
+classes (zero-shot): those of --class-index, of classnames.txt beside the data, or of the data themselves, put into each
+of --templates (a line each, such as `a photo of a {}.`; default: those beside the data, else the name alone). This
+package has names (imagenet, cifar10, cifar100) and templates (imagenet, cifar): give that word instead of a file.
 """
 
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenformer.errors import UserError
-
-WORST = 20  # classes in the table, where there are many
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +41,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", action="append", default=[], help="a text file or prepared set; may be given several times")
     part = "of prepared sets (default: the whole) or images (default: validation, where there is one, else all)"
     add("--part", choices=["train", "validation", "test"], help=part)
-    add("--images", metavar="PATH", help="labelled images, for an image model")
-    index = "which folder is which class: imagenet_class_index.json, or a line for each class"
+    add("--images", metavar="PATH", help="labelled images, for an image model or a pair")
+    add("--pairs", metavar="PATH", help="images with captions, for a pair: CSV, JSON lines, Parquet, webdataset")
+    templates = "of a pair, with --images: lines with {} for the name of a class; or imagenet, cifar"
+    add("--templates", type=Path, metavar="FILE", help=templates)
+    index = "which folder is which class: JSON or a line for each class; or imagenet, cifar10, cifar100"
     add("--class-index", type=Path, metavar="FILE", help=index)
     labels = "of images that all lie in one folder: a line `FILE CLASS` each, Kaggle's CSV, or the devkit's list"
     add("--labels", metavar="FILE", help=labels)
@@ -62,6 +71,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int | None:
     from tokenformer.adapters import attach_all
+    from tokenformer.cli.eval_images import measure_images, measure_pairs
     from tokenformer.config import load
     from tokenformer.config_data import DataConfig
     from tokenformer.data.text.inputs import find_inputs
@@ -78,11 +88,14 @@ def run(args: argparse.Namespace) -> int | None:
         number = getattr(args, option)
         if number is not None and number < 1:
             raise UserError(f"--{option.replace('_', '-')} is {number}: give 1 or more")
-    if args.images:
-        if names or args.text:
-            raise UserError("--images is for image models, --text and --tasks for language models: give one of them")
-        return measure_images(args)
-    for option in ("class_index", "labels", "confusion", "size"):
+    if args.images or args.pairs:
+        if names or args.text or (args.images and args.pairs):
+            raise UserError(
+                "--images is for image models, --pairs for pairs, --text and --tasks for language models: "
+                "give one of them"
+            )
+        return measure_pairs(args) if args.pairs else measure_images(args)
+    for option in ("class_index", "labels", "confusion", "size", "templates"):
         if getattr(args, option) is not None:
             raise UserError(f"--{option.replace('_', '-')} goes with --images: give them too, or leave it out")
     if not names and not args.text:
@@ -124,94 +137,6 @@ def run(args: argparse.Namespace) -> int | None:
                 write_text(args.out, json.dumps(results, indent=1) + "\n")
                 print(args.out)
     leave()
-
-
-def measure_images(args: argparse.Namespace) -> int:
-    import dataclasses
-
-    import numpy as np
-
-    from tokenformer.adapters import attach_all
-    from tokenformer.config import load
-    from tokenformer.config_data import DataConfig, ImagesConfig
-    from tokenformer.data.images.opening import some_of
-    from tokenformer.eval.images import answers, open_labelled, read_class_index, summary
-    from tokenformer.eval.ranks import leave, local_device, rank
-    from tokenformer.files import atomic_file, check_writable, write_text
-    from tokenformer.hub.open import open_model, split_words
-    from tokenformer.infer.images import at_once, class_names, reading
-    from tokenformer.strict import build, override
-    from tokenformer.terminal import progress
-    from tokenformer.train.plot import draw_confusion, need_matplotlib
-
-    told = [word for word in args.source if word.startswith("data.") and "=" in word]
-    source, configs, _ = split_words([word for word in args.source if word not in told])
-    for path in (args.out, args.confusion):
-        if path:
-            check_writable(path, args.force)
-    if args.confusion:
-        need_matplotlib()
-    index = read_class_index(args.class_index) if args.class_index else None
-    opened = open_model(source, configs, device=local_device(args.device), dtype=args.dtype, weights=args.weights)
-    opened.prepare = partial(attach_all, words=args.adapter)
-    opened.need("image")
-    if index and len(index[0]) > opened.config.classes:
-        raise UserError(
-            f"{args.class_index} has {len(index[0]):,} classes but the model {opened.config.classes:,}: give its own"
-        )
-    model = opened.model.eval()
-    settings, size = reading(model, args.size)
-    data = load(opened.run).data if opened.run else DataConfig()
-    keys = dataclasses.asdict(settings) | {"damaged": "skip", "labels": args.labels, "size": size}
-    if data.images:
-        keys |= {name: getattr(data.images, name) for name in ("image_column", "label_column")}
-    data = build(
-        DataConfig, override({"data": {"path": args.images, "cache": data.cache, "images": keys}}, told)["data"], "data"
-    )
-    settings, names = data.images or ImagesConfig(), class_names(model)
-    if index:
-        names[: len(index[1])] = index[1]
-    images, part = open_labelled(data, args.part, index[0] if index else model.images.get("classes"))
-    images = some_of(images, args.limit or len(images))
-    if len(images.classes) > len(names):
-        raise UserError(
-            f"{args.images} has {len(images.classes):,} classes but the model {len(names):,}: give data of these"
-        )
-    with progress(f"looking at {Path(args.images).name}", len(images), " images") as advance:
-        found = answers(model, images, settings, settings.size or size, at_once(model, args.batch), advance)
-    if rank() == 0:
-        for answer in found:
-            if answer.damage:
-                print(
-                    f"{images.name(answer.index)} is damaged ({answer.damage}): it counts in no figure", file=sys.stderr
-                )
-        results = {"model": str(source), "parameters": model.cost().parameters, "data": args.images, "part": part}
-        results |= {"size": settings.size, **summary(found, names)}
-        show_images(results)
-        if args.confusion:
-            with atomic_file(args.confusion) as beside:
-                draw_confusion(np.array(results["confusion"]), names, beside)
-            print(args.confusion)
-        if args.out:
-            write_text(args.out, json.dumps(results, indent=1) + "\n")
-            print(args.out)
-    leave()
-    return 2 if any(answer.damage for answer in found) else 0
-
-
-def show_images(results: dict[str, Any]) -> None:
-    from tokenformer.terminal import table
-
-    rows = [
-        [c["class"], c["images"], f"{c['top1']:.2%}", f"{c['top5']:.2%}", c["taken_for"] or ""]
-        for c in sorted(results["classes"].values(), key=lambda c: c["top1"])
-    ]
-    more = len(rows) - WORST if len(rows) > 5 * WORST else 0
-    title = f"the {WORST} worst classes of {len(rows):,} (--out has all)" if more else None
-    table(["class", "images", "top-1", "top-5", "most often taken for"], rows[:WORST] if more else rows, title=title)
-    found = f"top-1 {results['top1']:.2%}, top-5 {results['top5']:.2%}, loss {results['loss']:.4f}"
-    damaged = f", {results['damaged']:,} damaged left out" if results["damaged"] else ""
-    print(f"{results['images']:,} images ({results['part']}): {found}{damaged}")
 
 
 def measure_text(model, tokenizer, text: str, how: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

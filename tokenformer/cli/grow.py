@@ -3,6 +3,7 @@
 tokenformer grow my-folder --ffn-tokens 8560 --qkv-tokens 2140 --proj-tokens 2140 --out bigger
 tokenformer grow my-folder --to grow/354m --text held-out.txt --out bigger
 tokenformer grow my-folder --layers 24 --no-verify --out deeper
+tokenformer grow runs/pairs --on image. --ffn-tokens 576 --out bigger
 """
 
 import argparse
@@ -33,6 +34,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     for which in PROJECTIONS:
         add(f"--{which}-tokens", type=int, metavar="N", help="parameter tokens per layer in total afterwards")
     add("--layers", type=int, metavar="N", help="blocks in total afterwards")
+    add("--vocab", type=int, metavar="N", help="ids in total afterwards; new ones follow the padded vocabulary")
+    add("--switch", default="", metavar="NAME", help="new tokens and ids count only in calls that give this switch")
+    add("--on", default="", metavar="TRUNK", help="of a pair: image. or text.")
     add("--to", metavar="CONFIG", help="take these sizes from a config or preset, such as grow/354m")
     rules = "segment (default), zero_key, zero_value or random; or one for each, such as ffn=segment qkv=zero_key"
     add("--new-tokens", nargs="+", metavar="RULE", help=rules)
@@ -54,6 +58,7 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.growth.make import make_tensors
     from tokenformer.growth.model import apply_plan
     from tokenformer.growth.plan import plan_growth
+    from tokenformer.growth.shape import trunk_of
     from tokenformer.growth.verify import verify
     from tokenformer.hub.folder import save_folder, write_folder
     from tokenformer.hub.open import open_model
@@ -69,13 +74,13 @@ def run(args: argparse.Namespace) -> None:
     config = opened.config.resolved()
     with torch.device("meta"):
         ends = build(config).ends
-    asked = Growth(**(_given(args) | (_sizes(config, wanted) if wanted else {})))
+    asked = Growth(**(_given(args) | (_sizes(*(trunk_of(c, args.on) for c in (config, wanted))) if wanted else {})))
     plan = plan_growth(config, list(tensors), asked, ends=ends, seed=args.seed, number=len(history))
     before, after = cost(config).parameters, cost(plan.config).parameters
     if not args.verify:
         types = {name: dtypes[recipe.source] for name, recipe in plan.recipes.items()}
         events, made = [*history, plan.event], make_tensors(plan, tensors)
-        more = {"force": args.force, "images": opened.images if config.of == "image" else None}
+        more = {"force": args.force, "images": None if config.of == "language" else opened.images}
         write_folder(args.out, plan.config, events, made, types, opened.tokenizer_json, **more)
     else:
         width = max(dtype.itemsize for dtype in dtypes.values()) / 1e6
@@ -85,11 +90,12 @@ def run(args: argparse.Namespace) -> None:
             flush=True,
         )
         random = torch.Generator().manual_seed(args.seed)
-        if config.of == "image":
-            sides = [side * config.patch for side in config.grid]
-            ids = {"random pixels": torch.randn(4, config.channels, *sides, generator=random)}
+        trunk = config.trunk(args.on)
+        if trunk.of == "image":
+            sides = [side * trunk.patch for side in trunk.grid]
+            ids = {"random pixels": torch.randn(4, trunk.channels, *sides, generator=random)}
         else:
-            ids = {"random tokens": torch.randint(config.vocab, (4, min(config.context, 128)), generator=random)}
+            ids = {"random tokens": torch.randint(trunk.vocab, (4, min(trunk.context, 128)), generator=random)}
         if args.text:
             ids[args.text.name] = text_ids(args.text, opened, 1 << 13)
         bigger = apply_plan(opened.model, plan, share=True)

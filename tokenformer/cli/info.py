@@ -20,8 +20,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     config, growing = model_config(args.source)
-    if args.context and config.of == "image":
+    if args.context and config.of != "language":
         raise UserError("--context is for language models: an image is as long as its size says, so leave it out")
+    if config.of == "pair":
+        for line in growing:
+            print(line)
+        return show_pair(config)
     lengths = [parse_length(text) for text in args.context.split(",")] if args.context else [config.length]
     show(config)
     for line in growing:
@@ -58,6 +62,26 @@ def parse_length(text: str) -> int:
     return int(number) * factor
 
 
+def show_pair(config: ModelConfig) -> None:
+    from tokenformer.models import cost
+    from tokenformer.models.cost import equal_transformer
+
+    for name, trunk in config.trunks.items():
+        print(f"\n{name}")
+        show(trunk)
+    whole, rival = cost(config), cost(equal_transformer(config))
+    print(f"\na pair of both, compared by {config.loss} in {config.embed} dimensions: {whole.parameters:,} parameters")
+    rows = [("tokenformer", whole), ("transformer as large", rival)]
+    table(
+        ["model", "M parameters", "forward", "training"],
+        [
+            [name, f"{c.parameters / 1e6:,.1f}", f"{c.end_flops / 1e9:.3f}", f"{3 * c.end_flops / 1e9:.3f}"]
+            for name, c in rows
+        ],
+        title="GFLOPs per pair",
+    )
+
+
 def show(config: ModelConfig) -> None:
     from tokenformer.models import cost
 
@@ -72,12 +96,16 @@ def show(config: ModelConfig) -> None:
         print(f"{shape}, pool {config.pool}; attention is not causal")
         rotated = rotated if config.positions == "rotary" else "learned positions"
     else:
-        print(f"{shape}, vocabulary {config.vocab:,}{'' if config.tied else ' (untied)'}, context {config.context:,}")
+        pooled = f", pool {config.pool}" if config.of == "text" else ""
+        untied = "" if config.tied else " (untied)"
+        print(f"{shape}, vocabulary {config.vocab:,}{untied}, context {config.context:,}{pooled}")
+        rotated = rotated if config.of == "language" or config.positions == "rotary" else "learned positions"
     print(f"theta {config.theta}, {rotated}" if config.kind == "tokenformer" else rotated)
     rows = [[name, _segments(config, name), f"{count:,}"] for name, count in total.projections.items()]
     norms = total.parameters - total.matmul_parameters - total.head_parameters * (1 if config.tied else 2)
-    if config.of == "image":
-        rows += [["patches, positions, head, norms, biases", "", f"{norms:,}"]]
+    if config.of != "language":
+        first = "patches" if config.of == "image" else "embedding"
+        rows += [[f"{first}, positions, head, norms, biases", "", f"{norms:,}"]]
     else:
         rows += [["embedding", "", f"{total.head_parameters:,}"]]
         rows += [] if config.tied else [["output head", "", f"{total.head_parameters:,}"]]

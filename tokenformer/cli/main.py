@@ -26,8 +26,8 @@ LONGEST = 1000  # characters of a message: a word of the command line or of a fi
 OF_THE_SYSTEM = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EIO}
 
 
-ORDER = "info tokenizer prepare data train compare plot eval generate predict grow shrink".split()
-ORDER += "adapter convert plan slurm".split()
+ORDER = "info tokenizer prepare data train compare plot eval generate predict embed match grow shrink".split()
+ORDER += "adapter serve pull convert plan slurm".split()
 
 WITH_SETTINGS = ("info", "train", "compare", "plan", "slurm")  # take a.b=c
 
@@ -66,8 +66,8 @@ def as_key(word: str, exactly: bool = False) -> str | None:
 
     >>> as_key("batch-size"), as_key("rate", exactly=True), as_key("nowhere")
     ('batch', 'optimizer.rate', None)
-    >>> as_key("step"), as_key("learning-rate")
-    ('steps', 'optimizer.rate')
+    >>> as_key("step"), as_key("learning-rate"), as_key("lr")
+    ('steps', 'optimizer.rate', 'optimizer.rate')
     """
     from tokenformer.config import Config
     from tokenformer.strict import all_keys
@@ -77,6 +77,8 @@ def as_key(word: str, exactly: bool = False) -> str | None:
     word = word.replace("-", "_")
     if word in names or exactly:
         return word if word in names else last.get(word)
+    if word in Config.familiar:
+        return Config.familiar[word]
     close = difflib.get_close_matches(word, last, n=1, cutoff=0.8) + [part for part in word.split("_") if part in last]
     return last[close[0]] if close else None
 

@@ -20,6 +20,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
     parser.add_argument("--memory", default="80GB", help="memory of one GPU (default: 80GB)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs joined by a fast network (default: 8)")
+    parser.add_argument(
+        "--failures", metavar="N/HOURSh", help="of one GPU, such as 1/50000h: the useful share of a run"
+    )
+    parser.add_argument("--save-seconds", type=float, default=10, help="that a checkpoint stops training (default: 10)")
+    parser.add_argument("--restart-seconds", type=float, default=300, help="from a failure to training (default: 300)")
     parser.add_argument("--all", action="store_true", help="show every layout, not the best ten")
 
 
@@ -29,10 +34,13 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.growth.stages import chain
     from tokenformer.hub.open import read_config
     from tokenformer.parallel.estimate import choose
+    from tokenformer.parallel.failures import describe as describe_failures
+    from tokenformer.parallel.failures import mean_hours
     from tokenformer.train.run import with_batch_sizes
 
-    for name in ("gpus", "gpus_per_node"):
-        if getattr(args, name) < 1:
+    hours = mean_hours(args.failures) if args.failures else None
+    for name in ("gpus", "gpus_per_node", "save_seconds", "restart_seconds"):
+        if getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number above 0")
     more, settings = split_settings(args.settings)
     config = read_config(args.config, *more, overrides=settings, training=True)
@@ -57,11 +65,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"{line} {e.total / 1e9:>6.1f} GB {e.traffic / 1e9:>8.2f} GB {e.seconds:>7.2f} s{mark}")
     if best is None:
         print("none fits: give more GPUs, a smaller micro_batch, or train.activation_checkpointing=full")
-        return 0
-    for what, parts in (("memory", best.memory), ("sent", best.sent)):
-        print(f"{what}: {', '.join(f'{name} {n / 1e9:.2f} GB' for name, n in parts.items()) or 'nothing'}")
-    named = {name: getattr(best.degrees, name) for name in DEGREES}
-    print("recommended:", *(f"parallel.{name}={n}" for name, n in named.items() if n > 1 or name == "replicate"))
+    else:
+        for what, parts in (("memory", best.memory), ("sent", best.sent)):
+            print(f"{what}: {', '.join(f'{name} {n / 1e9:.2f} GB' for name, n in parts.items()) or 'nothing'}")
+        named = {name: getattr(best.degrees, name) for name in DEGREES}
+        print("recommended:", *(f"parallel.{name}={n}" for name, n in named.items() if n > 1 or name == "replicate"))
+    if hours is not None:
+        print(describe_failures(args.gpus, hours, args.save_seconds, args.restart_seconds))
     return 0
 
 

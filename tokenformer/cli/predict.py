@@ -10,14 +10,9 @@ and the exit code is then 2.
 
 import argparse
 import json
-import os
 import sys
-from typing import TYPE_CHECKING
 
 from tokenformer.errors import UserError
-
-if TYPE_CHECKING:
-    from tokenformer.data.images.stored import Files
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import dataclasses
 
+    from tokenformer.data.images.folders import find_images
     from tokenformer.data.images.samples import batches
     from tokenformer.hub.open import open_model
     from tokenformer.infer.images import at_once, class_names, classify, reading
@@ -44,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("top", "batch"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise UserError(f"--{option} is {getattr(args, option)}: give 1 or more")
-    images = _find(args.files)
+    images = find_images(args.files)
     opened = open_model(args.source, device=args.device, dtype=args.dtype, weights=args.weights)
     opened.need("image")
     model = opened.model.eval()
@@ -69,30 +65,3 @@ def _show(file: str, found: list[tuple[float, int]], damage: str | None, names: 
         print(json.dumps({"file": file, **({"classes": top} if damage is None else {"error": damage})}))
     elif damage is None:
         print(f"{file}: " + ", ".join(f"{names[number]} {share:.1%}" for share, number in found))
-
-
-def _find(words: list[str]) -> "Files":
-    """Return the images of the command line: files as they are named, and those of folders in order of their names."""
-    from pathlib import Path
-
-    import numpy as np
-
-    from tokenformer.data.images.decode import need_pillow
-    from tokenformer.data.images.folders import ENDINGS, images_below
-    from tokenformer.data.images.stored import Files
-    from tokenformer.parsing import is_file, is_folder
-
-    need_pillow()
-    found: list[tuple[str, int]] = []
-    for word in words:
-        if is_folder(word):
-            some = list(images_below(Path(), word.rstrip("/") or "/"))
-            if not some:
-                raise UserError(f"{word} has no images ({', '.join(ENDINGS)}): give another folder, or files")
-            found += some
-        elif is_file(word):
-            found.append((word, os.stat(word).st_size))
-        else:
-            raise UserError(f"there is no image and no folder {word}: check its name")
-    names, sizes = zip(*found, strict=True)
-    return Files("", names, sizes, np.zeros(len(names), np.int64), [])

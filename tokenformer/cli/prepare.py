@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--end", metavar="TOKEN", help="the token that ends a document, where it has an unusual name")
     parser.add_argument("--format", choices=["text", "jsonl", "parquet"], help="instead of what the names end in")
     parser.add_argument("--field", default="text", help="of JSON lines or Parquet (default: text)")
-    parser.add_argument("--separator", metavar="S", help=r"between two documents of a text; \n and \t are known")
+    parser.add_argument("--separator", metavar="S", help=r"between two documents of a text; \n, \r and \t are known")
     parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="what to do with bad documents")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--shard", metavar="I/N", help="only the I-th of N shares of the files; see `data merge`")
@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.data.text.prepare import prepare
     from tokenformer.data.text.reading import Reading
 
-    separator = args.separator.replace("\\n", "\n").replace("\\t", "\t") if args.separator is not None else None
+    separator = args.separator
+    for written, meant in (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t")):
+        separator = separator and separator.replace(written, meant)
     if separator == "":
         raise UserError("--separator is empty: give the text between two documents")
     named, inputs = resolve(args.inputs)

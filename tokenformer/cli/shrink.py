@@ -18,6 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     source_arguments(parser)
     for which in PROJECTIONS:
         add(f"--{which}-tokens", type=int, metavar="N", help="parameter tokens per layer that stay")
+    add("--on", default="", metavar="TRUNK", help="of a pair: image. or text. (with --by newest)")
     add("--ratio", type=float, metavar="SHARE", help="instead: the share of all parameter tokens that stays")
     add("--by", choices=["energy", "newest"], default="energy", help="remove what does least on the text (default)")
     add("--across", choices=["layer", "model"], default="layer", help="as many in every layer, or where they do most")
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     ids = sample_pixels(model, args.images, 256) if args.images else ids
     sizes = {f"{which}_tokens": getattr(args, f"{which}_tokens") for which in PROJECTIONS}
     how = {"ratio": args.ratio, "by": args.by, "across": args.across, "tau": args.tau}
-    smaller = shrink(model, ids, **sizes, **how)
+    smaller = shrink(model, ids, on=args.on, **sizes, **how)
     hub.save(smaller, args.out, tokenizer_json=opened.tokenizer_json, force=args.force)
     event = smaller.history[-1]
     for name, before in event["before"].items():

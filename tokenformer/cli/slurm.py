@@ -26,6 +26,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partition", help="partition of the cluster")
     parser.add_argument("--account", help="account to charge")
     parser.add_argument("--cpus-per-gpu", type=int, help="cores for each process")
+    parser.add_argument("--name", default="tokenformer", help="name of the job (default: tokenformer)")
+    for name, about in {
+        "mem": "memory of a node, such as 500G",
+        "qos": "quality of service",
+        "constraint": "features that nodes must have",
+        "gres": "generic resources, in place of --gpus-per-node's own",
+    }.items():
+        parser.add_argument(f"--{name}", help=about)
+    parser.add_argument("--exclusive", action="store_true", help="ask for whole nodes")
+    parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other option of sbatch; may be repeated"
+    )
+    parser.add_argument("--setup", metavar="FILE", help="file that the job sources first: modules, NCCL variables")
+    parser.add_argument(
+        "--prelude", action="append", default=[], metavar="COMMAND", help="command that it then runs; may be repeated"
+    )
+    parser.add_argument(
+        "--srun", action="append", default=[], metavar="OPTION", help="option of srun: --srun=--container-image=IMAGE"
+    )
+    parser.add_argument("--container", metavar="WORDS", help="before python: 'apptainer exec --nv image.sif'")
+    parser.add_argument("--signal-before", type=int, default=120, help="seconds to save before the end (default: 120)")
+    parser.add_argument("--restarts", type=int, default=3, help="restarts after a dead worker (default: 3)")
     parser.add_argument("--force", action="store_true", help="replace another script of this name")
     parser.add_argument("--submit", action="store_true", help="submit it with sbatch")
 
@@ -35,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.hub.official_config import launch_of
     from tokenformer.hub.open import means_weights, read_config
     from tokenformer.parallel.mesh import check, degrees
-    from tokenformer.parallel.slurm import Job, script
+    from tokenformer.parallel.slurm import Job, renewed, script
     from tokenformer.parsing import is_folder
     from tokenformer.train.run import with_batch_sizes
 
@@ -50,7 +72,12 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or (args.config if inside else config.out)
     if nodes is None or gpus is None or out is None:
         raise UserError("say how many nodes and GPUs, and where to: --nodes N --gpus-per-node G --out RUN")
-    job = Job(nodes, gpus, args.time, args.partition, args.account, cpus_per_gpu=args.cpus_per_gpu)
+    if args.setup and not Path(args.setup).is_file():
+        raise UserError(f"--setup {args.setup} is no file: give one that bash can source")
+    same = ("time", "partition", "account", "name", "cpus_per_gpu", "signal_before", "restarts", "mem", "exclusive")
+    same += ("qos", "constraint", "gres", "setup", "container")
+    many = {"more": tuple(args.sbatch), "prelude": tuple(args.prelude), "srun": tuple(args.srun)}
+    job = Job(nodes, gpus, **{name: getattr(args, name) for name in same}, **many)
     text = script(job, out, [args.config, *args.settings])
     laid = degrees(config.parallel, nodes * max(1, gpus))
     check(config.model, laid, config.parallel)
@@ -60,7 +87,13 @@ def run(args: argparse.Namespace) -> int:
     path = Path(f"{out}.sbatch")
     check_writable(path)
     if path.exists() and not args.force and path.read_bytes() != text.encode():
-        raise UserError(f"{path} is there already and differs: give another --out, or --force to replace it")
+        kept = renewed(path.read_text(encoding="utf-8", errors="replace"), text)
+        if kept is None:
+            raise UserError(
+                f"{path} is there already and differs inside of what this command writes: move your lines between the "
+                "marked blocks, give another --out, or --force to replace it"
+            )
+        text = kept
     write_text(path, text)
     print(f"{path}: {nodes} nodes × {max(1, gpus)} processes, {laid}")
     if args.cpus_per_gpu is None:

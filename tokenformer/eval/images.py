@@ -16,7 +16,9 @@ from tokenformer.data.images.stored import Images, Some
 from tokenformer.errors import UserError
 from tokenformer.eval.ranks import spread
 from tokenformer.infer.images import classify, normalise, reading
-from tokenformer.parsing import parse_json, read_text
+from tokenformer.parsing import is_file, parse_json, read_text
+
+ZERO_SHOT = Path(__file__).parent / "zero_shot"  # NAME.names.txt, NAME.templates.txt
 
 
 class Answer(NamedTuple):
@@ -30,12 +32,27 @@ class Answer(NamedTuple):
     damage: str = ""
 
 
+def known_file(given: Path, what: str) -> Path:
+    """Return a file of `names` of classes or of `templates`: the given one, or this package's if it has that name.
+
+    >>> known_file(Path("cifar10"), "names").read_text().split()[:3]
+    ['airplane', 'automobile', 'bird']
+    """
+    files = {path.name.partition(".")[0]: path for path in sorted(ZERO_SHOT.glob(f"*.{what}.txt"))}
+    if is_file(given) or given.suffix or given.parent != Path():
+        return given
+    if given.name not in files:
+        raise UserError(f"there is no file {given}: give one, or the name of known {what} ({', '.join(files)})")
+    return files[given.name]
+
+
 def read_class_index(path: Path) -> tuple[list[str], list[str]]:
     """Return folders and names of the classes, in the order of the model's.
 
     The file is ImageNet's JSON ({"0": ["n01440764", "tench"], …}), its lines (`n01440764 tench, Tinca tinca`), or a
-    name per line, which is then the folder too.
+    name per line, which is then the folder too; or one of this package's (imagenet, cifar10, cifar100).
     """
+    path = known_file(path, "names")
     text = read_text(path)
     if path.suffix == ".json":
         raw = parse_json(text, str(path))
@@ -55,16 +72,18 @@ def read_class_index(path: Path) -> tuple[list[str], list[str]]:
     return folders, [name for _, name in pairs]
 
 
-def open_labelled(data: DataConfig, part: Part | None, classes: Sequence[str] | None) -> tuple[Images, str]:
+def open_labelled(
+    data: DataConfig, part: Part | None, classes: Sequence[str] | None, open_part: Callable[..., Images] = open_images
+) -> tuple[Images, str]:
     """Open the part of an image set that was asked for; else its validation or test images, where it has some, or all.
 
     Return the images, and which part they are.
     """
     if part is None:
-        images = open_images(data, "validation", classes)
+        images = open_part(data, "validation", classes)
         if len(images):
             return images, "validation"
-    images = open_images(data, part or "train", classes)
+    images = open_part(data, part or "train", classes)
     if not len(images):
         raise UserError(f"{data.path} has no images of the part {part}: leave --part out, or check the path")
     return images, part or "all"

@@ -21,7 +21,7 @@ HALVES = ("key_tokens", "value_tokens")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse a wrapper around the module that can grow, and parameters that are sharded over ranks."""
+    """Refuse a wrapper around the module that can grow, and parameters that are not whole or belong to two layers."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inside = ["module"]
     elif "_orig_mod" in dict(model.named_children()):  # what torch.compile makes
@@ -36,6 +36,25 @@ def refuse_wrapped(model: nn.Module) -> None:
         )
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise UserError("the model's parameters are sharded over ranks: grow it before it is sharded")
+    for name, parameter in model.named_parameters():
+        need(".base_layer." not in name, f"'{name}' has an adapter of peft: merge it (merge_and_unload), then grow")
+        if parameter.is_meta:
+            raise UserError(
+                f"'{name}' is on the meta device or offloaded, so it has no values here: load it, then grow"
+            )
+    refuse_shared(model)
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """Refuse two layers with one parameter. A user's own module may use a whole layer twice, which grows once."""
+    named = model.named_parameters(remove_duplicate=False)
+    if not hasattr(model, "trunks"):
+        segments = [(name, module) for name, module in model.named_modules() if isinstance(module, Segment)]
+        named = ((f"{at}.{name}", p) for at, module in segments for name, p in module.named_parameters())
+    first: dict[int, str] = {}
+    for name, parameter in named:
+        same = first.setdefault(id(parameter), name)
+        need(same == name, f"'{name}' is also '{same}', so neither can grow: give each layer parameters of its own")
 
 
 def plan_layers(

@@ -44,7 +44,7 @@ def _add_noise(plan: Plan, name: str, tensor: Tensor, new_rows: int) -> Tensor:
 def _new_rows(plan: Plan, name: str, recipe: Recipe, old: Mapping[str, Tensor]) -> Tensor:
     like, key = [old[name] for name in recipe.like], f"growth {plan.number}/{name}"
     rows = len(like[0]) if recipe.new_rows == ALL else recipe.new_rows
-    first = functools.partial(initial, name, config=plan.config, seed=plan.seed, ends={}, key=key)
+    first = functools.partial(initial, name, config=plan.config, seed=plan.seed, ends=plan.ends, key=key)
     return fill_rows(like, rows, recipe.fill, plan.seed, key, first)
 
 

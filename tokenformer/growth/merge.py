@@ -17,7 +17,7 @@ from tokenformer.growth.shape import Segments, sizes, table, total, with_table
 from tokenformer.growth.verify import loss
 from tokenformer.models import LanguageModel
 from tokenformer.models.layers import THETAS
-from tokenformer.models.names import parse
+from tokenformer.models.names import parse, refuse_foreign
 from tokenformer.strict import need
 
 
@@ -33,6 +33,7 @@ def merge_segments(model: LanguageModel, ids: Tensor, *, force: bool = False) ->
     >>> merge_segments(build(config), torch.arange(64).view(2, 32)).config.segments("ffn")
     [(64, 8.0)]
     """
+    refuse_foreign(model)
     theta = model.config.theta
     need(model.config.kind == "tokenformer", f"kind {model.config.kind} has no segments to merge")
     need(

@@ -1,6 +1,7 @@
 """Grow a model in memory: plan, make the tensors, build the bigger module around them. And `slice`, the way back."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -16,7 +17,7 @@ from tokenformer.growth.plan import Plan, Recipe, plan_growth
 from tokenformer.growth.shape import table, trunk_of, with_table
 from tokenformer.growth.state import carry_optimizer, check_optimizer
 from tokenformer.models import LanguageModel
-from tokenformer.models.names import parse
+from tokenformer.models.names import parse, refuse_foreign
 from tokenformer.strict import need
 
 Model = TypeVar("Model", bound=LanguageModel)
@@ -31,6 +32,8 @@ def grow(
     proj_tokens: int | None = None,
     ffn_tokens: int | None = None,
     layers: int | None = None,
+    vocab: int | None = None,
+    switch: str = "",
     positions: str | Sequence[int] | None = None,
     new_tokens: str | Mapping[str, str] | None = None,
     tau: str | Mapping[str, str] | None = None,
@@ -44,15 +47,18 @@ def grow(
     `new_tokens`: `segment` (default: its own normalisation; exact for every Θ), `zero_key` (exact with τ held, not for
     softmax), `zero_value`, `random` (the official rule); one for all, or `{"ffn": "random", "qkv": "segment"}`.
     `tau` of appended rows: `hold` (default of `zero_key`) or `sqrt_n`. `layers` inserts identity blocks: `positions` is
-    `even` (default), `end` or their layer numbers. `on`: which trunk of a model that has several. With `share` the
-    Parameters that did not change are the old model's own; otherwise they are copied.
+    `even` (default), `end` or their layer numbers. `vocab` adds ids behind the padded vocabulary, such as codes of
+    images. With `switch`, new segments and ids count only in calls that give it: `model(ids, switches={…})`. `on`:
+    which trunk of a model that has several. With `share` the Parameters that did not change are the old model's own;
+    otherwise they are copied.
 
     `optimizer`: the torch optimizer of your own loop; from here on it trains the grown model. Its groups and settings
     stay, old rows keep their state and new ones begin fresh, so the loss does not jump. It may be AdamW, SGD or any
     other that keeps tensors of a parameter's shape.
 
     A module of your own grows by `tokens`: so many for each Pattention layer in it, or `{"mlp.up": 256}`. It is copied,
-    or grows in place with `share`. Of DDP, a compiled or a Hugging Face model, grow what it wraps and wrap it again.
+    or grows in place with `share`. Of DDP, a compiled or a Hugging Face model, grow what it wraps and wrap it again;
+    what accelerate prepared must be prepared again.
 
     >>> from tokenformer.config import ModelConfig
     >>> from tokenformer.models import build
@@ -73,6 +79,12 @@ def grow(
     bigger, recipes = _grown(model, Growth(**given), tokens, seed, share)
     if optimizer is not None:
         carry_optimizer(optimizer, old, dict(bigger.named_parameters()), recipes)
+    if bigger is not model and any(getattr(held, "_is_accelerate_prepared", False) for held in (model, optimizer)):
+        warnings.warn(
+            "accelerate prepared what was grown, and goes on saving the old model: call accelerator.free_memory(), "
+            "then prepare the grown model, the optimizer and all else again",
+            stacklevel=2,
+        )
     return bigger
 
 
@@ -142,6 +154,8 @@ def with_tensors(
     for parameter in frozen:
         parameter.requires_grad_(False)  # load_state_dict turned it on
     new.history, new.compute_dtype = [*model.history, event], model.compute_dtype
+    for now, was in zip(new.trunks().values(), model.trunks().values(), strict=True):
+        now.active = {name: weight for name, weight in was.active.items() if name in now.config.switch_names()}
     for beside in ("images", "tokenizer_json"):
         if hasattr(model, beside):
             setattr(new, beside, getattr(model, beside))
@@ -161,6 +175,7 @@ def slice(model: Model, *, segments: int, on: str = "") -> Model:
     >>> small.config.ffn_tokens, small.embedding.weight is model.embedding.weight
     (64, True)
     """
+    refuse_foreign(model)
     need(segments > 0, f"segments is {segments}: a model needs at least one")
     trunk = trunk_of(model.config, on)
     need(trunk.kind == "tokenformer", f"kind {trunk.kind} has no segments to choose from")

@@ -86,26 +86,61 @@ def plan_growth(
     trunk, parsed = trunk_of(config, on), [parse(name, ends or {}) for name in names]
     targets = {which: n for which in PROJECTIONS if (n := getattr(growth, f"{which}_tokens")) is not None}
     blocks = place_blocks(trunk.layers, growth.layers, growth.positions or "even")
-    need(bool(targets) or len(blocks) > trunk.layers, "nothing to grow: give more parameter tokens or more layers")
+    more = grow_vocab(trunk, growth)
+    deeper = len(blocks) > trunk.layers
+    need(bool(targets) or deeper or bool(more), "nothing to grow: give more parameter tokens, more layers or more ids")
     need(trunk.kind == "tokenformer" or not targets, f"kind {trunk.kind} has no parameter tokens: give layers")
     rules = choose_rules(trunk, growth.new_tokens or "segment", targets)
+    need(
+        not growth.switch or (not deeper and set(rules.values()) <= {"segment"}),
+        f"switch is '{growth.switch}', but only new segments and ids can have one: leave it out, or choose segment",
+    )
     taus = choose_tau(rules, growth.tau)
     old = table(trunk)
     grown: Table = {}
     for which, of_layers in old.items():
         target, rule, tau = targets.get(which), rules.get(which, "segment"), taus.get(which, "")
         start = f"{which}_tokens is {target}, but layer"
-        grown[which] = [grow_segments(s, target, rule, tau, f"{start} {i} has") for i, s in enumerate(of_layers)]
+        grown[which] = [
+            grow_segments(s, target, rule, tau, f"{start} {i} has", growth.switch) for i, s in enumerate(of_layers)
+        ]
     new: Table = {which: [of_layers[source] for source, _ in blocks] for which, of_layers in grown.items()}
-    need(new != old or len(blocks) > trunk.layers, f"every layer has {targets} parameter tokens already: give more")
+    need(new != old or deeper or bool(more), f"every layer has {targets} parameter tokens already: give more")
     final = with_table(trunk, new) if old else dataclasses.replace(trunk, layers=len(blocks))
+    if more:
+        final = dataclasses.replace(final, added_vocab=trunk.added_vocab + more, added_switch=growth.switch)
     event: dict = {"what": "grow", "number": number, **({"on": on} if on else {}), "seed": seed}
     event |= {"rule": rules, "tau": taus, "new_layers": [i for i, (_, is_new) in enumerate(blocks) if is_new]}
-    event |= {"before": sizes(trunk), "after": sizes(final)}
+    event |= {"before": sizes(trunk), "after": sizes(final), **({"switch": growth.switch} if growth.switch else {})}
     exact = all(rule == "segment" or (rule == "zero_key" and taus[which] == "hold") for which, rule in rules.items())
     made, old_tokens = recipes(parsed, on, blocks, old, new, rules), {name.text for name in parsed if name.token}
+    made |= _added(made, on, more) if more and made else {}
     noise = {name: growth.noise for name, recipe in made.items() if growth.noise and recipe.old in old_tokens}
     return Plan(config.with_trunk(on, final), made, event, exact, noise, ends or {}, seed, number)
+
+
+def grow_vocab(trunk: ModelConfig, growth: Growth) -> int:
+    """Return how many ids are new. They follow the padded vocabulary, so that no id changes its meaning."""
+    if growth.vocab is None:
+        return 0
+    before, switch = trunk.vocab + trunk.added_vocab, trunk.added_switch
+    need(trunk.of == "language", f"vocab is {growth.vocab}, but this is no language model: leave it out")
+    need(growth.vocab > before, f"vocab is {growth.vocab}, but the model has {before} ids already: give more")
+    need(
+        not trunk.added_vocab or switch == growth.switch,
+        f"ids were added before with the switch '{switch}': give the same one, or none if it has none",
+    )
+    return growth.vocab - before
+
+
+def _added(made: Mapping[str, Recipe], on: str, rows: int) -> dict[str, Recipe]:
+    """The recipes of new ids: of an embedding, and of an untied head."""
+    found = {}
+    for part in ("embedding", "head"):
+        like, name = f"{on}{part}.weight", f"{on}added_{part}.weight"
+        if like in made:
+            found[name] = Recipe(name if name in made else None, rows, "matched", (like,))
+    return found
 
 
 def place_blocks(old: int, layers: int | None, positions: str | Sequence[int] = "even") -> Blocks:
@@ -178,14 +213,16 @@ def choose_tau(rules: Mapping[str, str], tau: str | Mapping[str, str] | None) ->
     return {w: given.get(w) or ("hold" if rules[w] == "zero_key" else "sqrt_n") for w in appended}
 
 
-def grow_segments(old: Segments, target: int | None, rule: str, tau_rule: str, start: str) -> Segments:
+def grow_segments(
+    old: Segments, target: int | None, rule: str, tau_rule: str, start: str, switch: str = ""
+) -> Segments:
     """One layer's segments with `target` parameter tokens in total. `start` begins the sentence of a refusal."""
     missing = 0 if target is None else target - total(old)
     need(missing >= 0, f"{start} {total(old)} already: give the total afterwards, or shrink")
     if not missing:
         return old
     if rule == "segment":
-        return [*old, (missing, math.sqrt(missing), "")]
+        return [*old, (missing, math.sqrt(missing), switch)]
     size, tau, switch = old[-1]
     return [*old[:-1], (size + missing, tau if tau_rule == "hold" else math.sqrt(size + missing), switch)]
 

@@ -75,6 +75,8 @@ def total(segments: Segments) -> int:
 def sizes(config: ModelConfig) -> dict:
     """The sizes that a history keeps: layers, and parameter tokens (one number, or one per layer where they differ)."""
     found: dict = {"layers": config.layers}
+    if config.added_vocab:
+        found["vocab"] = config.vocab + config.added_vocab
     if config.kind != "tokenformer":
         return {**found, "dim": config.dim, "ffn_dim": config.mlp_dim}
     for which, layers in table(config).items():

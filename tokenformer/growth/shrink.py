@@ -18,7 +18,7 @@ from tokenformer.growth.model import Model, with_tensors
 from tokenformer.growth.shape import Table, sizes, table, total, trunk_of, with_table
 from tokenformer.growth.verify import loss
 from tokenformer.models import LanguageModel
-from tokenformer.models.names import parse
+from tokenformer.models.names import parse, refuse_foreign
 from tokenformer.strict import need
 
 
@@ -61,6 +61,7 @@ def shrink(
     >>> smaller.config.ffn_tokens, smaller.config.qkv_tokens
     (32, 8)
     """
+    refuse_foreign(model)
     targets = {"qkv": qkv_tokens, "proj": proj_tokens, "ffn": ffn_tokens}
     trunk = trunk_of(model.config, on)
     old = table(trunk)

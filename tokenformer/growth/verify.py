@@ -38,7 +38,10 @@ class Certificate:
 
 
 def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> Certificate:
-    """Run both on ids (B, T) or pixels (B, C, H, W) and compare; then see which new tokens learn within two steps."""
+    """Run both on ids (B, T) or pixels (B, C, H, W) and compare; then see which new tokens learn within two steps.
+
+    What is called logits here are the features of a pair's images or texts.
+    """
     absolute, largest = change(old, new, ids)
     relative = absolute / max(largest, 1e-30)
     coarsest = max(torch.finfo(parameter.dtype).eps for parameter in new.parameters())
@@ -50,7 +53,9 @@ def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> C
         loss_after=loss(new, ids),
         rule=plan.event["rule"],
         # a few rows show which tokens learn, at little memory
-        gradient=gradient(new, ids[:1] if new.config.of == "image" else ids[:1, :129], plan),
+        gradient=gradient(
+            new, _with_new_ids(ids[:1, :129], old, new) if new.config.of == "language" else ids[:1], plan
+        ),
         same=relative <= min(0.05, 1000 * coarsest),
     )
 
@@ -60,13 +65,21 @@ def change(old: LanguageModel, new: LanguageModel, ids: Tensor) -> tuple[float, 
     """Largest change of a logit, and the largest logit; one sample at a time, so that few logits are held."""
     moved, largest = 0.0, 0.0
     for row in ids:
-        before, after = (_logits(model, row[None]) for model in (old, new))
+        before, after = (_logits(model, {}, row[None]) for model in (old, new))
+        after = after[..., : before.shape[-1]]  # new ids were not there before
         moved, largest = max(moved, (after - before).abs().max().item()), max(largest, before.abs().max().item())
     return moved, largest
 
 
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    logits = model(ids) if model.config.of == "image" else model(ids).logits
+def _logits(model: Any, parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """With some other parameters."""
+    if model.config.of == "pair":
+        pixels, texts = (ids, None) if ids.is_floating_point() else (None, ids)
+        image, text = functional_call(model, parameters, (pixels, texts))
+        logits = text if image is None else image
+    else:
+        found = functional_call(model, parameters, (ids,))
+        logits = found if model.config.of == "image" else found.logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -76,13 +89,26 @@ def loss(model: LanguageModel, ids: Tensor) -> float:
     return sum(_mean_loss(model, {}, row[None]).item() for row in ids) / len(ids)
 
 
-def _mean_loss(model: Any, parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """With some other parameters. What an image shows is not known here: it stands for the first class."""
-    if model.config.of == "image":
-        logits = functional_call(model, parameters, (ids,))
+def _mean_loss(model: Any, parameters: dict[str, Tensor], ids: Tensor, switch: str = "") -> Tensor:
+    """With some other parameters, and a switch on.
+
+    What an image shows is not known here: it stands for the first class.
+    """
+    if model.config.of != "language":
+        logits = _logits(model, parameters, ids)
         return F.cross_entropy(logits, logits.new_zeros(len(ids), dtype=torch.long))
-    output = functional_call(model, parameters, (ids[:, :-1],), {"labels": ids[:, 1:]})
+    switches = {switch: torch.ones(len(ids), device=ids.device)} if switch else None
+    output = functional_call(model, parameters, (ids[:, :-1],), {"labels": ids[:, 1:], "switches": switches})
     return output.loss_sum / output.count
+
+
+def _with_new_ids(ids: Tensor, old: LanguageModel, new: LanguageModel) -> Tensor:
+    """Replace every second id by one that the growth added, if it did."""
+    first, last = (c.vocab + c.added_vocab for c in (old.config, new.config))
+    if first == last:
+        return ids
+    place = torch.arange(ids.shape[1], device=ids.device)
+    return torch.where(place % 2 == 1, first + place // 2 % (last - first), ids)
 
 
 def gradient(model: LanguageModel, ids: Tensor, plan: Plan, rate: float = 1e-3) -> dict[str, Alive]:
@@ -91,7 +117,8 @@ def gradient(model: LanguageModel, ids: Tensor, plan: Plan, rate: float = 1e-3) 
     parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if n in fresh}
     seen: list[dict[str, Tensor]] = []
     for _ in range(2):
-        grads = torch.autograd.grad(_mean_loss(model, parameters, ids), list(parameters.values()), allow_unused=True)
+        loss = _mean_loss(model, parameters, ids, plan.event.get("switch", ""))
+        grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         pairs = zip(parameters.items(), grads, strict=True)
         moved = {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}
         seen.append({n: _new_rows(g, fresh[n].new_rows).flatten(1).any(1) for n, g in moved.items()})

@@ -45,8 +45,12 @@ def save(
     Weights go into files of at most `max_shard_size` bytes (such as "500MB"; 5 GB) each; `official` is one file always.
     """
     if not hasattr(type(model), "trunks"):  # a wrapper's instances may pass the attributes of the model on
-        inside = "the LanguageModel or ImageModel that it wraps (often its .module or .model)"
-        raise UserError(f"{type(model).__name__} is not a model of this package: save {inside}")
+        inside = [name for name, m in getattr(model, "named_modules", {}.items)() if hasattr(type(m), "trunks")]
+        do = f"it wraps one: save its .{inside[0]}" if inside else "give a LanguageModel or an ImageModel"
+        raise UserError(f"{type(model).__name__} is not a model of this package: {do}")
+    from tokenformer.models.names import refuse_foreign
+
+    refuse_foreign(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta or hasattr(parameter, "device_mesh"):
             why = "it is sharded over ranks, offloaded or on the meta device"

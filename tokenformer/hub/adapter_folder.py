@@ -75,11 +75,6 @@ def read_adapter(source: str | Path) -> Adapter:
     return Adapter(str(source), about, tensors, read_history(path))
 
 
-def about_text(base: str, sha256: str) -> str:
-    """Return the text of an adapter.yml."""
-    return to_yaml(AdapterFile(base, sha256))
-
-
 def write_adapter(
     folder: str | Path, about: AdapterFile, tensors: Mapping[str, Tensor], history: list[dict], force: bool = False
 ) -> None:

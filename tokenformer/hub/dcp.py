@@ -1,4 +1,4 @@
-"""Tensors by name ↔ a folder of DCP's safetensors files, written and read with or without a process group.
+"""Tensors by name ↔ a folder of safetensors files as DCP writes them, each rank by itself.
 
 Each rank writes its part under the tensor's full name and place, and a reader asks for any part of the whole: saved on
 8 ranks, loaded on 1.
@@ -7,6 +7,9 @@ Unusual: a shard file holds slices under a tensor's full name, so no plain safet
 """
 
 import contextlib
+import hashlib
+import json
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,30 +21,60 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tokenformer.errors import UserError
-from tokenformer.hub.folder import read_header
+from tokenformer.hub.folder import header_bytes, read_header, stored_bytes
 
-FILE_BYTES = 2 * 10**9  # the writer holds one file in memory
+FILE_BYTES = 2 * 10**9  # a file ends with the tensor that reaches this
+PIECE = 1 << 24  # bytes that are written, then hashed
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
-def write_tensors(folder: str | Path, tensors: Mapping[str, Any], group: Any = None) -> None:
-    """Write what each rank of a process group, or the only process, holds: tensors, or parts of them as DCP knows them.
+def write_tensors(folder: str | Path, tensors: Mapping[str, Any], rank: int = 0) -> dict[str, dict]:
+    """Write what one process holds: tensors, or parts of them as DCP knows them; other ranks write the rest.
 
-    Anything else is refused, since DCP would pickle it.
+    Return the manifest's entry of each file by name, hashed while it was written. Equal tensors give equal files.
+    Anything else than tensors is refused, since it belongs elsewhere.
     """
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor) and not hasattr(value, "__create_chunk_list__"):
+    parts: dict[str, tuple[Tensor, list[int]]] = {}  # and where a part begins in the whole
+    for name, value in sorted(tensors.items()):
+        if hasattr(value, "__create_chunk_list__"):
+            for chunk in value.__create_chunk_list__():
+                parts[name] = (value.__get_tensor_shard__(None), list(chunk.offsets))
+        elif isinstance(value, Tensor):
+            parts[name] = (value, [0] * value.ndim)
+        else:
             raise TypeError(f"{name} is {type(value).__name__}, not a tensor: it belongs into state.json")
-    files, size = {}, 0
-    for name, nbytes in _of_all_ranks({name: tensor.nbytes for name, tensor in tensors.items()}, group).items():
-        size += nbytes
-        files[name] = 1 + size // FILE_BYTES
-    files = {name: 1 + sorted(set(files.values())).index(file) for name, file in files.items()}  # numbered densely
+    files: list[list[str]] = []
+    size = FILE_BYTES
+    for name, (tensor, _) in parts.items():
+        if size >= FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += tensor.nbytes
     Path(folder).mkdir(parents=True, exist_ok=True)
-    if files:
-        writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        dcp.save(whole, storage_writer=writer, process_group=group, no_dist=_single_process())
+    named = {f"shard-{rank + 1:05d}-model-{i:05d}-of-{len(files):05d}.safetensors": f for i, f in enumerate(files, 1)}
+    return {name: _write(Path(folder) / name, {n: parts[n] for n in held}) for name, held in named.items()}
+
+
+def _write(path: Path, parts: Mapping[str, tuple[Tensor, list[int]]]) -> dict[str, Any]:
+    """Write one file to the disk; return its size and checksum."""
+    places = {name: {"saved_offsets": begin} for name, (_, begin) in parts.items()}
+    kinds = {name: (tensor.shape, tensor.dtype) for name, (tensor, _) in parts.items()}
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+
+        def add(piece: Any) -> int:
+            file.write(piece)
+            digest.update(piece)
+            return len(piece)
+
+        size += add(header_bytes(kinds, DCP_SHARDING_INFO=json.dumps(places), DCP_VERSION="1.0"))
+        for tensor, _ in parts.values():
+            data = stored_bytes(tensor).data
+            size += sum(add(data[first : first + PIECE]) for first in range(0, len(data), PIECE))
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def stored(folder: str | Path) -> dict[str, TensorStorageMetadata]:
@@ -57,7 +90,7 @@ def stored(folder: str | Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_tensors(
-    folder: str | Path, into: dict[str, Any] | None = None, names: Iterable[str] | None = None, group: Any = None
+    folder: str | Path, into: dict[str, Any] | None = None, names: Iterable[str] | None = None
 ) -> dict[str, Any]:
     """Read all tensors of a folder, whole and on the CPU, or into the given ones (or parts of them).
 
@@ -77,7 +110,7 @@ def read_tensors(
     if shapes:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         with _as_user_error(folder):
-            dcp.load(into, storage_reader=reader, process_group=group, no_dist=_single_process())
+            dcp.load(into, storage_reader=reader, no_dist=True)  # every rank reads its own parts
     return into
 
 
@@ -91,16 +124,3 @@ def _as_user_error(folder: str | Path) -> Iterator[None]:
     except Exception as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
         raise UserError(f"{folder} holds tensors that cannot be read ({what}): use another checkpoint") from error
-
-
-def _of_all_ranks(sizes: dict[str, int], group: Any) -> dict[str, int]:
-    """Gather the sizes that every rank holds: DCP's writer must know the file of each tensor."""
-    if _single_process():
-        return sizes
-    every: list[dict[str, int]] = [{}] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(every, sizes, group=group)
-    return {name: n for one in every for name, n in one.items()}
-
-
-def _single_process() -> bool:
-    return not (torch.distributed.is_available() and torch.distributed.is_initialized())

@@ -1,16 +1,18 @@
 """Reads and writes our folder: config.yml, model*.safetensors, tokenizer.json or images.json (names of the classes, how
-pixels are made), history.json; the manifest last.
+pixels are made), history.json, tensors.json (a checksum per tensor, for `hub/pull.py`); the manifest last.
 
 Unusual: tensors are read and written one at a time, so that a model larger than memory can be grown and converted.
 Every read opens the file anew, so that the pages of the last tensor leave memory with it; the writer knows all shapes
 before it has any tensor, which is all that the header of a safetensors file needs.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -18,12 +20,13 @@ from torch import Tensor
 from tokenformer import config as native
 from tokenformer.config import ModelConfig, ModelFile
 from tokenformer.errors import UserError
-from tokenformer.files import atomic_folder, check_manifest
+from tokenformer.files import TENSORS, atomic_folder, check_manifest
 from tokenformer.hub.fill import check_shapes, check_values, empty, fill
 from tokenformer.parsing import is_file, parse_json, read_text, shown
 
 SHARD_BYTES = 5 * 10**9  # the most that one file holds
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NUMBERS = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # beside weights
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -51,7 +54,7 @@ def read_images(folder: Path) -> dict[str, Any]:
 def tell(model: Any, folder: Path) -> Any:
     """Give a model what stands beside its tensors, and return it."""
     model.history = read_history(folder)
-    if model.config.of == "image":
+    if model.config.of in ("image", "pair"):
         model.images = read_images(folder)
         names, classes = len(model.images.get("classes", [])), model.config.classes
         if names > classes:
@@ -196,19 +199,21 @@ def write_tensors(
     most: int | None = None,
     stem: str = "model",
 ) -> dict[str, str]:
-    """Write safetensors files of at most `most` (SHARD_BYTES) bytes, or one tensor; return the file of each tensor."""
+    """Write safetensors files of at most `most` (SHARD_BYTES) bytes, or one tensor, and the checksums of all tensors;
+    return the file of each tensor.
+    """
     shards: list[dict[str, int]] = [{}]
     for name, (shape, dtype) in kinds.items():
         size = shape.numel() * dtype.itemsize
         if shards[-1] and sum(shards[-1].values()) + size > (most or SHARD_BYTES):
             shards.append({})
         shards[-1][name] = size
-    coming, many, files = iter(tensors), len(shards), {}
+    coming, many, digests = iter(tensors), len(shards), {}
     for i, shard in enumerate(shards, 1):
         file = f"{stem}.safetensors" if many == 1 else f"{stem}-{i:05d}-of-{many:05d}.safetensors"
-        _write(folder / file, shard, kinds, coming)
-        files |= dict.fromkeys(shard, file)
-    return files
+        digests[file] = _write(folder / file, shard, kinds, coming)
+    (folder / TENSORS).write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
+    return {name: file for file, shard in digests.items() for name in shard}
 
 
 def _write(
@@ -216,21 +221,36 @@ def _write(
     shard: dict[str, int],
     kinds: Mapping[str, tuple[torch.Size, torch.dtype]],
     coming: Iterator[tuple[str, Tensor]],
-) -> None:
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, size in shard.items():
-        shape, dtype = kinds[name]
-        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, start + size]}
-        start += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8
+) -> dict[str, str]:
+    """Write one safetensors file; return the sha256 of the stored bytes of each tensor."""
+    digests = {}
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_bytes({name: kinds[name] for name in shard}))
         for name in shard:
             came, tensor = next(coming)
             if (came, (tensor.shape, tensor.dtype)) != (name, kinds[name]):
                 raise RuntimeError(f"'{came}' {tuple(tensor.shape)} came where '{name}' {kinds[name]} was due")
-            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tofile(file)
-            del tensor
+            stored = stored_bytes(tensor)
+            file.write(stored.data)
+            digests[name] = hashlib.sha256(stored.data).hexdigest()
+            del tensor, stored
+    return digests
+
+
+def header_bytes(kinds: Mapping[str, tuple[torch.Size, torch.dtype]], **metadata: str) -> bytes:
+    """Return what stands before the data of a safetensors file that holds these tensors one after another."""
+    names = {dtype: name for name, dtype in (DTYPES | NUMBERS).items()}
+    header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}
+    start = 0
+    for name, (shape, dtype) in kinds.items():
+        end = start + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+def stored_bytes(tensor: Tensor) -> np.ndarray:
+    """Return the bytes of a tensor as a safetensors file has them; from the CPU without a copy."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

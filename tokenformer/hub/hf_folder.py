@@ -4,17 +4,22 @@ config.json has the keys of our own config, and tensors are called `model.…`. 
 what is read must be what it lists; people may edit the README, and transformers itself writes no manifest.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tokenformer.config import ModelConfig, build, to_dict
 from tokenformer.data.images.decode import resized_to
+from tokenformer.data.text.tokenizer import FileTokenizer
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, atomic_folder, check_manifest
 from tokenformer.hub.fill import fill
 from tokenformer.hub.folder import Tensors, read_history, write_tensors
-from tokenformer.hub.remote import AUTO_MAP, FILE, IMAGE_MAP, modeling_source
+from tokenformer.hub.remote import FILE, MAPS, modeling_source
 from tokenformer.models import LanguageModel
 from tokenformer.parsing import read_json
 
@@ -40,40 +45,59 @@ def save_hf(
     max_shard_size: int | None = None,
 ) -> None:
     """Write a folder with everything that `AutoModelForCausalLM` and `AutoTokenizer` need, or, of an image model,
-    `AutoModelForImageClassification` and `AutoImageProcessor`.
+    `AutoModelForImageClassification` and `AutoImageProcessor`; of a pair, `AutoModel` and both of these.
     """
+    of = model.config.of
+    if of == "pair" and tokenizer_json is None:
+        raise UserError("a pair reads texts, and no tokenizer lies beside it: give the one it was trained with")
     ids, suppressed = _special_ids(tokenizer_json, model.config)
     types = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
-    config = to_dict(model.config) | ids
-    image = model.config.of == "image"
-    if image:
+    own, tensors = _one_vocabulary(model)
+    config = to_dict(own) | ids | {"auto_map": MAPS[of], "model_type": f"tokenformer_{of}"}
+    config["architectures"] = [list(MAPS[of].values())[-1].split(".")[1]]
+    if of == "language":
+        config["model_type"] = "tokenformer"
+    elif of == "image":
         classes = dict(enumerate([*model.images.get("classes", [])]))
         names = {i: classes.get(i, f"LABEL_{i}") for i in range(model.config.classes)}
-        config |= {"model_type": "tokenformer_image", "architectures": ["TokenFormerForImageClassification"]}
-        config |= {"auto_map": IMAGE_MAP, "id2label": names, "label2id": {name: i for i, name in names.items()}}
-    else:
-        config |= {"model_type": "tokenformer", "architectures": ["TokenFormerForCausalLM"], "auto_map": AUTO_MAP}
+        config |= {"id2label": names, "label2id": {name: i for i, name in names.items()}}
     config |= {"dtype": types.pop()} if len(types) == 1 else {}
     config |= {"history": model.history} if model.history else {}  # which transformers copies, unlike files
     with atomic_folder(folder, force) as beside:
         _write_json(beside / "config.json", config)
-        if image:
+        if of != "language":
             _write_json(beside / "preprocessor_config.json", _processor(model))
         else:
             _write_json(beside / "generation_config.json", {**ids, **suppressed})
         _write_json(beside / "history.json", model.history)
         (beside / FILE).write_text(modeling_source(model.config.of), encoding="utf-8")
-        card = _image_card if image else _card
+        card = {"language": _card, "image": _image_card, "pair": _pair_card}[of]
         (beside / "README.md").write_text(card(model, Path(folder).name, tokenizer_json), encoding="utf-8")
         if tokenizer_json is not None:
-            (beside / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
-            _write_json(beside / "tokenizer_config.json", _tokenizer_config(model.config, bool(ids)))
-        tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+            text = _with_end(tokenizer_json) if of == "pair" else tokenizer_json
+            (beside / "tokenizer.json").write_text(text, encoding="utf-8")
+            _write_json(beside / "tokenizer_config.json", _tokenizer_config(model.config, tokenizer_json, bool(ids)))
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
         kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         files = write_tensors(beside, tensors.items(), kinds, max_shard_size)
         if len(set(files.values())) > 1:
             total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
             _write_json(beside / INDEX, {"metadata": total, "weight_map": files})
+
+
+def _one_vocabulary(model: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Return config and tensors with ids that a growth added as part of the vocabulary: transformers knows one table.
+
+    Ids under a switch stay apart, since they do not count without it.
+    """
+    config, tensors = model.config, dict(model.named_parameters())
+    if config.added_vocab and not config.added_switch:
+        for part in ("embedding", "head"):
+            if f"added_{part}.weight" in tensors:
+                both = [tensors[f"{part}.weight"], tensors.pop(f"added_{part}.weight")]
+                tensors[f"{part}.weight"] = torch.cat([tensor.detach() for tensor in both])
+        config = dataclasses.replace(config, vocab=config.vocab + config.added_vocab, added_vocab=0)
+    return config, tensors
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -102,15 +126,15 @@ def load_hf(folder: str | Path) -> LanguageModel:
     model = fill(config, Tensors((folder / name for name in names), prefix="model."), str(folder))
     raw = read_json(folder / "config.json")
     model.history = read_history(folder) or raw.get("history") or []
-    if config.of == "image":
+    if config.of in ("image", "pair"):
         model.images = _images(folder, raw.get("id2label") or {}, config)
     return model
 
 
 def _processor(model: Any) -> dict[str, Any]:
     """A processor of transformers that needs no torchvision: shorter side resized, centre cut out, normalised."""
-    images, size = model.images, model.images.get("size")
-    sides = [size, size] if size else [side * model.config.patch for side in model.config.grid]
+    images, size, config = model.images, model.images.get("size"), model.config.trunks.get("image", model.config)
+    sides = [size, size] if size else [side * config.patch for side in config.grid]
     return {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,
@@ -128,7 +152,8 @@ def _processor(model: Any) -> dict[str, Any]:
 
 
 def _images(folder: Path, names: dict[str, str], config: ModelConfig) -> dict[str, Any]:
-    """What an image model knows of its images, from transformers' files."""
+    """What an image model or a pair knows of its images, from transformers' files."""
+    names, config = names if config.of == "image" else {}, config.trunks.get("image", config)
     path = folder / "preprocessor_config.json"
     raw = read_json(path) if path.is_file() else {}
     shorter, crop = (raw.get("size") or {}).get("shortest_edge"), raw.get("crop_size")
@@ -138,7 +163,7 @@ def _images(folder: Path, names: dict[str, str], config: ModelConfig) -> dict[st
     found |= {"size": sides[0] if sides[0] == sides[-1] else None, "std": raw.get("image_std")}
     found["crop_pct"] = min(sides) / shorter if shorter else None
     found["interpolation"] = {2: "bilinear", 3: "bicubic"}.get(raw.get("resample", 0))
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None and value != []}
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -158,22 +183,43 @@ def _special_ids(tokenizer_json: str | None, config: ModelConfig) -> tuple[dict[
     except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(f"the tokenizer is not a tokenizer.json ({error}): give another") from None
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    if size > config.vocab:
-        raise UserError(f"the tokenizer has an id {size - 1}, but the model ids below {config.vocab}: give its own")
+    if size > config.vocabulary:
+        raise UserError(
+            f"the tokenizer has an id {size - 1}, but the model ids below {config.vocabulary}: give its own"
+        )
     end = tokenizer.token_to_id(END)
     ids = {} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     return ids, {"suppress_tokens": list(range(size, config.vocab))} if size < config.vocab else {}
 
 
-def _tokenizer_config(config: ModelConfig, has_end: bool) -> dict[str, Any]:
+def _tokenizer_config(config: ModelConfig, tokenizer_json: str, has_end: bool) -> dict[str, Any]:
+    pair = config.of == "pair"
+    end = _end(tokenizer_json)[0] if pair else END
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": config.context,
+        "model_max_length": config.trunks["text"].context if pair else config.context,
         "model_input_names": ["input_ids", "attention_mask"],
-        "padding_side": "left",  # a batch is continued at its right end
+        "padding_side": "right" if pair else "left",  # a batch of language is continued at its right end
         "clean_up_tokenization_spaces": False,
-        **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), END) if has_end else {}),
+        **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), end) if has_end or pair else {}),
     }
+
+
+def _end(tokenizer_json: str) -> tuple[str, int]:
+    """Return the token that ends texts, and its id."""
+    from tokenizers import Tokenizer
+
+    number = FileTokenizer(tokenizer_json, "of the model").end_of_document
+    return str(Tokenizer.from_str(tokenizer_json).id_to_token(number)), number
+
+
+def _with_end(tokenizer_json: str) -> str:
+    """Return the tokenizer that appends the end token, as a pair reads texts."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer, end = Tokenizer.from_str(tokenizer_json), _end(tokenizer_json)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
+    return tokenizer.to_str()
 
 
 def _card(model: LanguageModel, title: str, tokenizer_json: str | None) -> str:
@@ -215,4 +261,27 @@ print(pipeline("image-classification", "{title}", trust_remote_code=True)("pictu
 
 """
     head = head.replace("text-generation", "image-classification")
+    return head + about + rest.format(title=title)
+
+
+def _pair_card(model: Any, title: str, _tokenizer: str | None) -> str:
+    c = model.config
+    shapes = " and ".join(f"{t.layers} layers of width {t.dim} ({n}, {t.kind})" for n, t in c.trunks.items())
+    head, rest = CARD.partition("# {title}")[0], CARD[CARD.index("With the package `tokenformer`") :]
+    about = f"""# {title}
+
+Images and texts in one space of {c.embed} dimensions, compared by {c.loss}: {model.cost().parameters:,} parameters,
+{shapes}.
+
+## Use
+
+```python
+from transformers import pipeline
+
+find = pipeline("zero-shot-image-classification", "{title}", trust_remote_code=True)
+print(find("picture.jpg", candidate_labels=["a cat", "a dog"], hypothesis_template="{{}}"))
+```
+
+"""
+    head = head.replace("text-generation", "zero-shot-image-classification")
     return head + about + rest.format(title=title)

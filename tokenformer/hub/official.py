@@ -96,6 +96,8 @@ def refusal(config: ModelConfig) -> str | None:
     """Return why the official format cannot hold a model, or None if it can."""
     if config.of != "language" or config.kind != "tokenformer":
         return f"it is a {config.kind} of {config.of}"
+    if config.added_vocab:
+        return f"a growth added {config.added_vocab} ids to its vocabulary"
     if not config.tied:
         return "its output head is not tied to the embedding"
     if config.theta == "l1_norm_gelu":

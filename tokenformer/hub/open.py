@@ -33,7 +33,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 VERBS = {  # what a model of each kind is for
     "language": "`tokenformer generate` writes with it, and `tokenformer eval --text` measures it",
     "image": "`tokenformer predict` classifies images with it, and `tokenformer eval --images` measures it",
+    "pair": "`tokenformer match` finds images by texts with it, and `tokenformer eval --pairs` measures it",
 }
+MODEL_TYPES = ("tokenformer", "tokenformer_image", "tokenformer_pair")  # of transformers
 HUB_NAME = re.compile(r"(\w(?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?)(?:@([\w./-]+))?")  # owner/model[@revision]
 
 
@@ -104,7 +106,7 @@ def locate(source: str | Path, values: bool = True) -> Located:
             raise UserError(f"{source} trains an adapter, not a model: give its base, and --adapter {source}")
         return Located("checkpoint", path / "model")
     about = path / "config.json"
-    if is_file(about) and read_json(about).get("model_type") in ("tokenformer", "tokenformer_image"):
+    if is_file(about) and read_json(about).get("model_type") in MODEL_TYPES:
         return Located("hf", path)
     weights = official.find(path)
     if weights is None:
@@ -158,7 +160,7 @@ class Opened:
     @cached_property
     def model(self) -> Any:
         model = self._readers[1](self.located.path)
-        if self.config.of == "language":
+        if self.config.of in ("language", "pair"):
             model.tokenizer_json = self.tokenizer_json
         return self.prepare(model).to(device=self.device, dtype=self.dtype)
 
@@ -181,11 +183,16 @@ class Opened:
     @cached_property
     def tokenizer(self) -> "Tokenizer":
         self.need("language")
+        return self.text_tokenizer
+
+    @cached_property
+    def text_tokenizer(self) -> "Tokenizer":
+        """The tokenizer of a language model, or of a pair."""
         found = self.named or self._own_tokenizer()
-        if found.vocab_size > self.config.vocab:
+        if found.vocab_size > self.config.vocabulary:
             raise UserError(
                 f"tokenizer {found.name} has {found.vocab_size:,} ids but the model {self.source} knows "
-                f"{self.config.vocab:,}: give its own with --tokenizer"
+                f"{self.config.vocabulary:,}: give its own with --tokenizer"
             )
         return found
 
@@ -210,6 +217,12 @@ class Opened:
         """The text of the tokenizer.json beside the weights, if there is one."""
         path = self.folder / "tokenizer.json"
         return read_text(path) if is_file(path) else None
+
+    def replaces_own(self, named: "Tokenizer") -> bool:
+        """Tell whether a tokenizer will be used although another lies beside the weights."""
+        if self._beside is None or named.vocab_size > self.config.vocabulary:  # the latter is refused when it is used
+            return False
+        return not same_tokenizer(FileTokenizer(self._beside, "of the model", 0), named)
 
     def check_tokenizer(self, data: str | None) -> None:
         """Refuse data whose tokenizer (its JSON) is not the one beside these weights."""
@@ -279,9 +292,7 @@ def open_model(
         own = opened.config.resolved()
         if dataclasses.replace(config, vocab=own.vocab).resolved() != own:
             raise UserError(f"{source} carries its own config, and the other one differs: leave the other one out")
-    own_text = opened._beside if named is not None and os.environ.get("RANK", "0") == "0" else None
-    fits = named is not None and named.vocab_size <= opened.config.vocab  # one that does not is refused later
-    if named and fits and own_text and not same_tokenizer(FileTokenizer(own_text, "of the model", 0), named):
+    if named is not None and opened.replaces_own(named) and os.environ.get("RANK", "0") == "0":
         print(f"the tokenizer {tokenizer} is used instead of {source}'s own, which is another", file=sys.stderr)
     return opened
 
@@ -343,7 +354,14 @@ def read_config(*names: str | Path, overrides: Sequence[str] = (), training: boo
         if os.environ.get("RANK", "0") == "0":
             print(*notes, sep="\n", file=sys.stderr)
     else:
-        for raw in raws.values():
+        weights = None
+        for name, raw in raws.items():
+            if weights is not None and "model" in raw:
+                raise UserError(
+                    f"{name} has a model of its own, but stands behind {weights}, whose weights need theirs: give it "
+                    f"first ({name} {weights}), and it is the recipe"
+                )
+            weights = name if means_weights(name) and "start" not in asked else weights
             ours = native.merge(ours, raw)
     ours = native.override(ours, overrides)
     if ours.get("adapter"):

@@ -12,15 +12,25 @@ from pathlib import Path
 from tokenformer import __version__
 
 FILE = "modeling_tokenformer.py"
-AUTO_MAP = {
-    "AutoConfig": "modeling_tokenformer.TokenFormerConfig",
-    "AutoModelForCausalLM": "modeling_tokenformer.TokenFormerForCausalLM",
+MAPS = {  # of each kind of model: which of its classes transformers' Auto classes make
+    "language": {
+        "AutoConfig": "modeling_tokenformer.TokenFormerConfig",
+        "AutoModel": "modeling_tokenformer.TokenFormerModel",
+        "AutoModelForCausalLM": "modeling_tokenformer.TokenFormerForCausalLM",
+    },
+    "image": {
+        "AutoConfig": "modeling_tokenformer.TokenFormerImageConfig",
+        "AutoModelForImageClassification": "modeling_tokenformer.TokenFormerForImageClassification",
+    },
+    "pair": {
+        "AutoConfig": "modeling_tokenformer.TokenFormerPairConfig",
+        "AutoModel": "modeling_tokenformer.TokenFormerPairModel",
+        "AutoModelForZeroShotImageClassification": "modeling_tokenformer.TokenFormerPairModel",
+    },
 }
-IMAGE_MAP = {
-    "AutoConfig": "modeling_tokenformer.TokenFormerImageConfig",
-    "AutoModelForImageClassification": "modeling_tokenformer.TokenFormerForImageClassification",
-}
-LEFT_OUT = ("save_pretrained",)  # methods: transformers itself copies the file of a class that came from a folder
+# methods: transformers itself copies the file of a class that came from a folder, and our adapters need the package
+LEFT_OUT = ("save_pretrained", "_attach", "set_adapter", "disable_adapters", "enable_adapters", "active_adapters",
+            "delete_adapter")  # fmt: skip
 HEADER = f'''"""TokenFormer for transformers in one file, for folders that are loaded with `trust_remote_code=True`.
 
 Written by tokenformer {__version__} from its own sources (Apache-2.0, the tokenformer authors): change those, not this.
@@ -86,7 +96,7 @@ def _free(table: symtable.SymbolTable) -> set[str]:
 
 @functools.cache
 def modeling_source(of: str = "language") -> str:
-    """Return the text of `modeling_tokenformer.py` for models of language or of image."""
+    """Return the text of `modeling_tokenformer.py` for models of language, of image or of pair."""
     sources: dict[str, _Source] = {}  # in order of import
     kept: dict[str, str] = {}  # name → the module that defines it, or the line that imports it
 
@@ -111,7 +121,7 @@ def modeling_source(of: str = "language") -> str:
         kept[name] = origin
 
     read(f"tokenformer.hub.hf.{of}")
-    for cls in (AUTO_MAP if of == "language" else IMAGE_MAP).values():
+    for cls in MAPS[of].values():
         keep(f"tokenformer.hub.hf.{of}", cls.split(".")[1])
     parts = [HEADER + "\n" + "\n".join(sorted({origin for origin in kept.values() if " " in origin}))]
     for module, source in sources.items():

@@ -6,6 +6,7 @@ Unusual: `last` is a note for people. Which checkpoint is used follows from the 
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +29,10 @@ def all_steps(run: Path) -> dict[int, Path]:
     return {int(step): path for step, path in named if step.isascii() and step.isdigit()}
 
 
-def find_newest(run: Path, values: bool = True) -> Found:
-    """Find the newest checkpoint whose files are those of its manifest; refuse a run where all are damaged.
+def find_newest(run: Path, check: Callable[[Path], None] = check_manifest) -> Found:
+    """Find the newest checkpoint that `check` does not refuse: its files are those of its manifest.
 
-    Without `values` weights are compared by their size alone (`check_manifest`).
+    Refuse a run where all are damaged.
     """
     steps, damaged, notes = all_steps(run), [], []
     last = run / "checkpoints" / "last"
@@ -43,7 +44,7 @@ def find_newest(run: Path, values: bool = True) -> Found:
         notes.append(_without_advice(error))
     for path in reversed(steps.values()):
         try:
-            check_manifest(path, values)
+            check(path)
             return Found(path, damaged, notes)
         except (UserError, OSError) as error:
             damaged.append(path)
@@ -61,7 +62,7 @@ def _without_advice(error: Exception) -> str:
 
 def newest_whole(run: Path, values: bool = True) -> Path | None:
     """Return the newest whole checkpoint of a run that is only read; print which damaged ones were passed over."""
-    path, _, notes = find_newest(run, values)
+    path, _, notes = find_newest(run, functools.partial(check_manifest, values=values))
     for note in notes:
         _print_once(f"tokenformer: {note}: {path} is used")
     return path

@@ -40,6 +40,18 @@ class StaticCache:
         """Return (B, 1, T, S): a query sees the slots up to its own position."""
         return (self.slots_S <= positions_BT[..., None])[:, None]
 
+    def part(self, rows: slice, slots: int | None = None) -> "StaticCache":
+        """Return some rows, and their first slots, as a cache on the same memory."""
+        part = object.__new__(StaticCache)
+        part.k, part.v = self.k[:, rows, :, :slots], self.v[:, rows, :, :slots]
+        part.rows_B1, part.slots_S = self.rows_B1[: part.batch], self.slots_S[:slots]
+        return part
+
+    def copy_row(self, row: int, to: int, slots: int) -> None:
+        """Copy the first slots of a row to another row."""
+        for held in (self.k, self.v):
+            held[:, to, :, :slots] = held[:, row, :, :slots]
+
     def spread(self, rows: Tensor, slots: int) -> "StaticCache":
         """Return a new cache whose row i is a copy of row `rows[i]`, with more slots."""
         new = object.__new__(StaticCache)

@@ -6,7 +6,7 @@ Legend: B batch, T positions, D dim, W vocabulary, K new tokens.
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,10 +73,9 @@ class Engine:
         rows = [self.active if row is None else row for row in switches or [None] * count]
         if len(rows) != count:
             raise UserError(f"there are switches for {len(rows)} of {count} prompts: give one mapping per prompt")
-        for name in sorted({name for row in rows for name in row}):
-            if name not in self.names:
-                known = ", ".join(sorted(self.names)) or "none"
-                raise UserError(f"no adapter '{name[:80]}' is attached: there are {known}")
+        given = sorted({name for row in rows for name in row})
+        self.packed.config.check_switches(given)
+        for name in given:
             if name in self.moved and len({row.get(name, 0.0) for row in rows} | {self.active.get(name, 0.0)}) > 1:
                 raise UserError(f"adapter '{name}' moves parameters of its base, so all rows have it alike, or none")
         used = sorted(name for name in self.names if any(row.get(name) for row in rows))
@@ -188,12 +187,24 @@ def choose_backend(
     return "triton", lambda batch: fused.step(batch, tuning) or plain(batch), fused.hidden
 
 
-def capture(work: Callable[[], None]) -> Callable[[], None]:
-    """Capture work on the device as a CUDA graph; calling the result repeats it."""
+def capture(work: Callable[[], object], pool: Any = None) -> Callable[[], None]:
+    """Capture work on the device as a CUDA graph; calling the result repeats it. Graphs of one `pool` share memory:
+    none of them may run beside another, nor leave a result in memory of its own.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         work()
     return graph.replay
+
+
+def warm_up(work: Callable[[], object]) -> None:
+    """Do work that will be captured: kernels are compiled and chosen by the first calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 class _Batch:
@@ -220,13 +231,7 @@ class _Batch:
         self.plain = self.sampling.greedy and not penalty and not self.with_logprobs  # only tokens are wanted
         self.replay: Callable[[], None] = self._step
         if engine.graph:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    self._step()
-                    self.count.zero_()
-            torch.cuda.current_stream().wait_stream(stream)
+            warm_up(lambda: (self._step(), self.count.zero_()))
             self.replay = capture(self._step)
         self.last_ids: Tensor | None = None  # of the last prefill
         self.prefill_again: Callable[[], None] | None = None  # on them

@@ -16,9 +16,9 @@ HOW = ("size", "mean", "std", "crop_pct", "interpolation")  # what images.json s
 
 def reading(model: Any, size: int | None = None) -> tuple[ImagesConfig, int]:
     """Return how images were read in training, and the side of the square that a model sees; `size`: another one."""
-    c = model.config
+    c = model.config.trunks.get("image", model.config)
     settings = build(ImagesConfig, {k: model.images[k] for k in HOW if k in model.images}, "images.json")
-    if not c.classes:
+    if model.config.of == "image" and not c.classes:
         raise UserError("the model has no head, so it knows no classes: train one first (model.classes)")
     rows, columns = c.grid
     size = settings.size if size is None else size

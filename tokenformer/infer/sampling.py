@@ -68,9 +68,33 @@ def keep(logits_BW: Tensor, how: Sampling) -> Tensor:
 
 def choose(logits_BW: Tensor, how: Sampling, uniform_B: Tensor) -> Tensor:
     """Choose a token per row: the most likely, or by the inverse of the distribution function at `uniform`."""
-    if how.greedy:
-        return logits_BW.argmax(-1)
-    cumulative_BW = keep(logits_BW, how).double().softmax(-1).cumsum(-1)
+    return logits_BW.argmax(-1) if how.greedy else _draw(keep(logits_BW, how), uniform_B)
+
+
+def choose_each(
+    logits_BW: Tensor, temperature_B: Tensor, top_k_B: Tensor, top_p_B: Tensor, uniform_B: Tensor, cuts: bool
+) -> Tensor:
+    """Choose as `choose` does, each row by its own temperature, top-k and top-p, which count only with `cuts`.
+
+    >>> logits, half = torch.tensor([[1.0, 2.0, 3.0]] * 2), torch.tensor([0.5, 0.5])
+    >>> choose_each(logits, torch.tensor([0.0, 9.0]), torch.tensor([0, 2]), torch.zeros(2), half, cuts=True)
+    tensor([2, 2])
+    """
+    greedy_B1 = temperature_B[:, None] == 0
+    scaled_BW = logits_BW / torch.where(greedy_B1, 1.0, temperature_B[:, None]).to(logits_BW.dtype)
+    if cuts:
+        ordered_BW, order_BW = scaled_BW.sort(-1, descending=True)
+        last_B1 = torch.where(top_k_B > 0, top_k_B - 1, len(logits_BW[0]) - 1).clamp(max=len(logits_BW[0]) - 1)[:, None]
+        ordered_BW = ordered_BW.masked_fill(ordered_BW < ordered_BW.gather(1, last_B1), -torch.inf)
+        chance_BW = ordered_BW.softmax(-1)
+        most_B1 = torch.where((top_p_B > 0) & (top_p_B < 1), top_p_B, torch.inf).to(chance_BW.dtype)[:, None]
+        out_BW = chance_BW.cumsum(-1) - chance_BW >= most_B1
+        scaled_BW = scaled_BW.scatter(1, order_BW, ordered_BW.masked_fill(out_BW, -torch.inf))
+    return torch.where(greedy_B1[:, 0], logits_BW.argmax(-1), _draw(scaled_BW, uniform_B))
+
+
+def _draw(logits_BW: Tensor, uniform_B: Tensor) -> Tensor:
+    cumulative_BW = logits_BW.double().softmax(-1).cumsum(-1)
     target_B1 = uniform_B[:, None] * cumulative_BW[:, -1:]
     return torch.searchsorted(cumulative_BW, target_B1, right=True)[:, 0].clamp(max=logits_BW.shape[-1] - 1)
 

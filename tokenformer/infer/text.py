@@ -54,14 +54,15 @@ class Piecewise:
         self.decode, self.stops = decode, [s for s in stops if s]
         self.ids: list[int] = []
         self.text, self.given, self.stopped = "", 0, False
+        self._whole = (0, 0, 0)  # ids of whole characters; as many of them when `add` was called before; their text
 
     def add(self, ids: Sequence[int], last: bool = False) -> str:
         """Add ids and return the new piece that no later id can change; with `last` everything."""
         if self.stopped:
             return ""
         self.ids.extend(ids)
-        self.text = self.decode(self.ids)
-        found = [at for at in (self.text.find(stop) for stop in self.stops) if at >= 0]
+        self._extend()
+        found = [at for at in (self.text.find(stop, self.given) for stop in self.stops) if at >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True
         certain = len(self.text)
@@ -70,6 +71,24 @@ class Piecewise:
         piece = self.text[self.given : certain]
         self.given = max(self.given, certain)
         return piece
+
+    def _extend(self) -> None:
+        """Decode the last ids alone, not all of them for each that comes. Some before them are decoded again, since a
+        decoder may treat the first id otherwise.
+        """
+        count, before, length = self._whole
+        known, new = self.decode(self.ids[before:count]), self.decode(self.ids[before:])
+        fits = new.startswith(known)
+        self.text = self.text[:length] + new[len(known) :] if fits else self.decode(self.ids)
+        if not self.text.endswith("�"):
+            self._whole = (len(self.ids), count, len(self.text))
+
+    def tokens_kept(self) -> int:
+        """Count the ids before the stop string, if it came; an id that is partly in it does not count."""
+        kept = len(self.ids)
+        while self.stopped and kept and not self.text.startswith(self.decode(self.ids[:kept])):
+            kept -= 1
+        return kept
 
     def _open(self) -> int:
         """Count the characters at the end that may still change: a cut one, or the beginning of a stop string."""
@@ -177,12 +196,8 @@ def continue_ids(
 
 def _before_stop(text: Piecewise, row: Finished) -> Finished:
     """Remove the tokens of the stop string and of what follows it."""
-    if not text.stopped:
-        return row
-    ids = list(row.ids)
-    while ids and not text.text.startswith(text.decode(ids)):
-        ids.pop()
-    return row._replace(ids=ids, logprobs=row.logprobs[: len(ids)])
+    kept = text.tokens_kept()
+    return row._replace(ids=row.ids[:kept], logprobs=row.logprobs[:kept]) if text.stopped else row
 
 
 class Session:

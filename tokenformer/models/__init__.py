@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from tokenformer.models.language import LanguageModel as LanguageModel
     from tokenformer.models.language import Output as Output
     from tokenformer.models.layers import Pattention as Pattention
+    from tokenformer.models.pair import PairModel as PairModel
     from tokenformer.models.trunk import Cache as Cache
     from tokenformer.models.trunk import Trunk as Trunk
     from tokenformer.models.trunk import View as View
 
-_HOME = {"ImageModel": "image", "init_weights": "init", "Pattention": "layers"}
+_HOME = {"ImageModel": "image", "init_weights": "init", "Pattention": "layers", "PairModel": "pair"}
 _HOME |= dict.fromkeys(("LanguageModel", "Output"), "language") | dict.fromkeys(("Cache", "Trunk", "View"), "trunk")
 
 
@@ -37,8 +38,9 @@ def build(config: ModelConfig, seed: int = 0) -> Any:
     """
     from tokenformer.models.image import ImageModel
     from tokenformer.models.language import LanguageModel
+    from tokenformer.models.pair import PairModel
 
-    kinds = {"language": LanguageModel, "image": ImageModel}
+    kinds = {"language": LanguageModel, "image": ImageModel, "pair": PairModel}
     if config.of not in kinds:
         raise UserError(f"model.of is '{config.of}', but must be {', '.join(kinds)}; or give `Trainer` a `build`")
     return kinds[config.of](config, seed)

@@ -23,7 +23,8 @@ class Cost:
     attended: int  # channels in which data tokens attend to each other: Σ dim over all layers
     cache_values: int  # numbers in the key/value cache per token
     causal: bool = True  # whether a token sees those before it alone
-    end_flops: int = 0  # forward, once per sample, outside the blocks: patches and class head of an image
+    end_flops: int = 0  # forward, once per sample, outside the blocks: patches and class head of an image; of a pair
+    # all that is computed, since its trunks differ in length
 
     @property
     def parameter_flops(self) -> int:
@@ -46,20 +47,26 @@ class Cost:
 
 
 def cost(config: ModelConfig) -> Cost:
-    """Count a model. For several trunks, only their blocks and norms: the rest of the model is not in the config.
+    """Count a model. For several trunks that are no pair, only their blocks and norms: the config knows no more.
 
     >>> from tokenformer.config import load
     >>> cost(load("lm/150m").model).parameters
     151881216
     """
     if config.trunks:
-        parts: list[dict[str, Any]] = [dataclasses.asdict(blocks(trunk)) for trunk in config.trunks.values()]
+        count = cost if config.of == "pair" else blocks
+        parts: list[dict[str, Any]] = [dataclasses.asdict(count(trunk)) for trunk in config.trunks.values()]
         names = list(dict.fromkeys(name for part in parts for name in part["projections"]))
         projections = {name: sum(part["projections"].get(name, 0) for part in parts) for name in names}
         counts = [key for key in parts[0] if key not in ("projections", "causal")]
         sums: dict[str, Any] = {key: sum(part[key] for part in parts) for key in counts}
+        if config.of == "pair":
+            projected = config.embed * sum(trunk.dim for trunk in config.trunks.values())
+            sums["parameters"] += projected + (2 if config.loss == "sigmoid" else 1)
+            whole = [cost(trunk).sample_flops(trunk.length) for trunk in config.trunks.values()]
+            sums["end_flops"] = sum(whole) + 2 * projected
         return Cost(projections=projections, **sums)
-    c, embedding = config, config.vocab * config.dim
+    c, embedding = config, (config.vocab + config.added_vocab) * config.dim
     if c.of == "image":
         return dataclasses.replace(
             blocks(c),
@@ -67,6 +74,10 @@ def cost(config: ModelConfig) -> Cost:
             cache_values=0,
             causal=False,
             end_flops=2 * c.dim * (math.prod(c.grid) * c.channels * c.patch**2 + c.classes),
+        )
+    if c.of == "text":
+        return dataclasses.replace(
+            blocks(c), parameters=blocks(c).parameters + _text_rows(c) * c.dim, cache_values=0, causal=c.pool == "end"
         )
     whole = blocks(c).parameters + embedding * (1 if c.tied else 2)
     return dataclasses.replace(blocks(c), parameters=whole, head_parameters=embedding)
@@ -100,11 +111,18 @@ def _image_rows(config: ModelConfig) -> int:
     """Rows of the stream's width outside the blocks: patch embedding and its bias, positions, class token, head."""
     c = config
     learned = c.length if c.positions == "learned" else 0
-    return c.channels * c.patch**2 + 1 + learned + (c.pool == "class") + c.classes
+    return c.channels * c.patch**2 + 1 + learned + (c.pool == "class") + c.classes + 2 * c.first_norm
+
+
+def _text_rows(config: ModelConfig) -> int:
+    """Of a text trunk: embedding and learned positions."""
+    return config.vocab + (config.context if config.positions == "learned" else 0)
 
 
 def training_flops_per_sample(config: ModelConfig) -> int:
     """Training FLOPs of a sample of full length; of several trunks those of their blocks, each at its own."""
+    if config.of == "pair":
+        return 3 * cost(config).sample_flops(0)
     if config.trunks:
         return sum(3 * blocks(trunk).sample_flops(trunk.length) for trunk in config.trunks.values())
     return 3 * cost(config).sample_flops(config.length)
@@ -118,13 +136,17 @@ def equal_transformer(config: ModelConfig) -> ModelConfig:
     >>> equal_transformer(load("grow/124m").model).dim
     768
     """
+    if config.of == "pair":
+        return dataclasses.replace(config, trunks={n: equal_transformer(t) for n, t in config.trunks.items()})
     c, wanted, step = config, cost(config).parameters, config.head_dim
     a, b = 12 * c.layers, c.vocab * (1 if c.tied else 2) + 2  # a·d² + b·d = wanted
-    shape: dict[str, Any] = {"layers": c.layers, "rotary_fraction": c.rotary_fraction}
+    shape: dict[str, Any] = {"layers": c.layers, "rotary_fraction": c.rotary_fraction, "init": c.init}
     own = ("context", "vocab", "tied")
     if c.of == "image":
         wanted, b = wanted - c.classes, _image_rows(c) + 2
         own = ("of", "image_size", "patch", "channels", "classes", "pool", "positions")
+    if c.of == "text":
+        b, own = _text_rows(c) + 2, ("of", "context", "vocab", "pool", "positions")
     shape |= {name: getattr(c, name) for name in own}
     dim = max(step, round((math.sqrt(b * b + 4 * a * wanted) - b) / (2 * a) / step) * step)
     ffn_dim = max(1, round(((wanted - b * dim) / c.layers / dim - 4 * dim) / 2))

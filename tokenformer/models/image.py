@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.models.init import init_weights, initial
-from tokenformer.models.layers import Linear
-from tokenformer.models.names import POSITION, TABLE, ZERO, Role
+from tokenformer.models.layers import Linear, Norm
+from tokenformer.models.names import ONE, POSITION, TABLE, ZERO, Role
 from tokenformer.models.trunk import Trunk, View
 from tokenformer.ops.rotary import angles
 
@@ -37,6 +37,8 @@ class ImageModel(Trunk):
         "positions": POSITION,
         "patches.weight": TABLE,
         "patches.bias": ZERO,
+        "first_norm.weight": ONE,
+        "first_norm.bias": ZERO,
         **Trunk.ends,
         "head.weight": TABLE,
         "head.bias": ZERO,
@@ -51,6 +53,7 @@ class ImageModel(Trunk):
         self.images: dict[str, Any] = {}  # how its pixels are made, and the names of its classes (images.json)
         self.class_token = nn.Parameter(torch.empty(c.dim)) if c.pool == "class" else None
         self.positions = nn.Parameter(torch.empty(c.length, c.dim)) if c.positions == "learned" else None
+        self.first_norm = Norm(c, affine=True) if c.first_norm else None
         self.head = Linear(c.dim, c.classes, bias=True) if c.classes else None
         if self.patches.weight.device.type != "meta":
             init_weights(self, self.config, seed)
@@ -102,6 +105,8 @@ class ImageModel(Trunk):
             x_BTD = torch.cat([self.class_token.to(x_BTD.dtype).expand(len(x_BTD), 1, -1), x_BTD], dim=1)
         if self.positions is not None:
             x_BTD = x_BTD + resized(self.positions, self.config.grid, grid).to(x_BTD.dtype)
+        if self.first_norm is not None:
+            x_BTD = self.first_norm(x_BTD)
         return x_BTD, View(self.turns(grid, x_BTD), causal=False, drop=drop)
 
     def grid_of(self, pixels: Tensor) -> tuple[int, int]:

@@ -26,14 +26,16 @@ def initial(
     """The initial values of one parameter: keys, tables, positions and inward matrices N(0, 0.02); values and outward
     matrices N(0, 2/(layers·√dim)) of their trunk.
 
-    `config.init: centred` subtracts from values their mean over the tokens of a segment. The random numbers depend on
-    `key`, if given, instead of the name.
+    `config.init: centred` subtracts from values their mean over the tokens of a segment; with `zero`, what a block adds
+    to the stream begins at 0. The random numbers depend on `key`, if given (new rows of a growth), instead of the name.
     """
     found = parse(name, ends)
     role = found.role.kind
     if not found.role.drawn:
         return torch.full(shape, {"one": 1.0, "zero": 0.0}.get(role, found.role.start))
     trunk, outward = config.trunk(found.trunk), role in ("value", "outward")
+    if trunk.init == "zero" and outward and found.projection in ("proj", "ffn", "down") and key is None:
+        return torch.zeros(shape)
     deep = outward and (found.layer is not None or not config.trunks)  # an end of several trunks has no depth
     values = draw(seed, key or name, shape) * (2 / (trunk.layers * trunk.dim**0.5) if deep else 0.02)
     if trunk.init == "centred" and role == "value":

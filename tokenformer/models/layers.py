@@ -17,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
+from tokenformer.config_data import IGNORED
+from tokenformer.errors import UserError
 from tokenformer.ops.pattention import THETAS, Segments, normalise, pattention, pattention_group
 
 
 class CheckedOnLoad(nn.Module):
     """A module with plain values beside its tensors that change what it computes, such as τ.
 
-    They are kept in the metadata of a `state_dict`, which is no tensor and is written to no file. `load_state_dict`
-    refuses other values, and accepts a state without them.
+    They are kept in the metadata of a `state_dict`, which `torch.save` writes and safetensors cannot. `load_state_dict`
+    refuses other values, and accepts a state without them, such as official weights: nothing then tells τ.
     """
 
     checked: ClassVar[tuple[str, ...]]
@@ -42,14 +44,19 @@ class CheckedOnLoad(nn.Module):
     ) -> None:
         for name, ours in self.checked_values().items():
             theirs = local_metadata.get(name, ours)
-            if ours != theirs:
+            if _plain(ours) != _plain(theirs):
                 error_msgs.append(
-                    f"{prefix}{name} is {theirs} in the state_dict and {ours} here: the same tensors would compute "
-                    "something else; make the model from the config that belongs to them"
+                    f"{prefix}{name} is {_plain(theirs)} in the state_dict but {_plain(ours)} in this model, so the "
+                    "same tensors would compute something else: make the model from the config that belongs to them"
                 )
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as the config writes it; no switch of any segment is null, however many segments there are."""
+    return value if not isinstance(value, tuple) else list(value) if any(value) else "null"
 
 
 class Segment(CheckedOnLoad):
@@ -68,7 +75,10 @@ class Segment(CheckedOnLoad):
         """Keys, values and τ. Layers call this instead of reading the tensors, so that hooks on a segment (offloading,
         LoRA) work.
         """
-        return self.key_tokens.to(dtype), self.value_tokens.to(dtype), self.tau
+        keys, values = self.key_tokens.to(dtype), self.value_tokens.to(dtype)
+        if type(self) is not Segment:  # fully_shard made it a class of its own, and frees the parameters after this
+            keys, values = keys.clone(), values.clone()
+        return keys, values, self.tau
 
     def extra_repr(self) -> str:
         return f"tokens={len(self.key_tokens)}, tau={self.tau:g}"
@@ -172,6 +182,26 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         bias = self.bias if self.bias is None else self.bias.to(input.dtype)
         return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+def look_up(embedding: nn.Module, ids: Any, vocab: int) -> Tensor:
+    """The embeddings (B, T, D) of ids (B, T)."""
+    if ids.ndim != 2:
+        raise UserError(f"ids have the shape {tuple(ids.shape)}, but must be (batch, positions): add a dimension")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise UserError(f"ids are {ids.dtype}: give whole numbers (ids.long())")
+    if torch.compiler.is_compiling():
+        return embedding(ids)
+    try:
+        return embedding(ids)
+    except IndexError:
+        raise outside_vocabulary("ids", ids, vocab) from None
+
+
+def outside_vocabulary(what: str, ids: Tensor, vocab: int) -> UserError:
+    ids = ids[ids != IGNORED]
+    most = f"{what} go from {ids.min()} to {ids.max()}, but the vocabulary from 0 to {vocab - 1}"
+    return UserError(f"{most}: encode the text with the model's own tokenizer")
 
 
 def guard_hooks() -> None:

@@ -7,7 +7,9 @@ would decide how that parameter is initialised, decayed and sharded.
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tokenformer.errors import UserError
 
 
 class Role(NamedTuple):
@@ -102,6 +104,16 @@ def parse(name: str, ends: Mapping[str, Role]) -> Name:
             return Name(trunk, layer, matrix[1], None, matrix[2], _role(matrix[1], matrix[2]))
     known = ", ".join(ends) or "none"
     raise ValueError(f"'{name}' is neither a parameter of a trunk nor among the ends that its model declares ({known})")
+
+
+def refuse_foreign(model: Any) -> None:
+    """Refuse a model into which another library has put parameters or wrappers, which readers would leave out."""
+    for name, _ in model.named_parameters():
+        try:
+            parse(name, model.ends)
+        except ValueError:
+            do = "merge it (peft: merge_and_unload) or remove it first"
+            raise UserError(f"'{name}' is not the model's own, another library put it there: {do}") from None
 
 
 def _role(part: str, leaf: str) -> Role:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
-from tokenformer.errors import UserError
 from tokenformer.models.cost import Cost, cost
 from tokenformer.models.layers import (
     CheckedOnLoad,
@@ -69,6 +68,7 @@ class View(NamedTuple):
     switches: Mapping[str, Tensor] | None = None  # name → (B,) weight of its segments in each sample
     drop: Tensor | None = None  # (layers, 2, B): factors of each block's two branches; a block gets its own (2, B)
     cache: AnyCache | None = None
+    more: Mapping[str, Any] | None = None  # keywords of other engines, which their attention gets untouched
 
 
 class Attention(nn.Module):
@@ -94,8 +94,10 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if view.cache is not None:
             k, v = view.cache.update(self.layer, k, v)
-        seen = attention(q, k, v, causal=view.causal, documents_BT=view.documents, mask=view.mask)
-        return seen.transpose(1, 2).flatten(2)
+        return self.mix(q, k, v, view).transpose(1, 2).flatten(2)
+
+    def mix(self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, view: View) -> Tensor:
+        return attention(q_BHTC, k_BGSC, v_BGSC, causal=view.causal, documents_BT=view.documents, mask=view.mask)
 
     def qkv(self, x: Tensor, view: View) -> Sequence[Tensor]:
         return project(x, [self.query, self.key, self.value], view.switches)
@@ -109,12 +111,18 @@ class MLP(nn.Module):
         self.gate = Linear(config.dim, config.mlp_dim) if config.kind == "llama" else None
         self.up = Linear(config.dim, config.mlp_dim, config.bias)
         self.down = Linear(config.mlp_dim, config.dim, config.bias)
+        self.activation = F.gelu if config.activation == "gelu" else quick_gelu
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(F.gelu(self.up(x)))
+            return self.down(self.activation(self.up(x)))
         gate, up = project(x, [self.gate, self.up])
         return self.down(F.silu(gate) * up)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """An approximation of GELU, by which the first CLIP models were trained."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 class Block(nn.Module):
@@ -168,7 +176,13 @@ class Block(nn.Module):
 class Trunk(CheckedOnLoad):
     """Blocks and the final norm. A model is a trunk with ends of its own, or holds several."""
 
-    checked = ("heads", "norm_eps", "rotary_fraction", "rotary_base")  # of the config: no shape shows them
+    checked = (
+        "heads",
+        "norm_eps",
+        "rotary_fraction",
+        "rotary_base",
+        "activation",
+    )  # no shape shows them
     ends: ClassVar[Mapping[str, Role]] = {"norm.weight": ONE, "norm.bias": ZERO}  # parameters outside the blocks
 
     def __init__(self, config: ModelConfig, **first: nn.Module) -> None:
@@ -199,9 +213,7 @@ class Trunk(CheckedOnLoad):
         """Run x through all blocks and the final norm; a pipeline stage runs those that it holds."""
         view = self.with_active(view, x_BTD)
         if view.switches is not None:
-            unknown = set(view.switches) - self.config.switch_names()
-            if unknown:
-                raise UserError(f"the model has no switch '{unknown.pop()}': model.switch names them")
+            self.config.check_switches(view.switches)
         for block in self.blocks.children():
             drop = None if view.drop is None else view.drop[cast(Block, block).attention.layer]
             x_BTD = block(x_BTD, view._replace(drop=drop))

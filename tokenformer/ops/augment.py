@@ -31,17 +31,24 @@ def augment(batch: Mapping[str, Any], settings: ImagesConfig, classes: int) -> t
     >>> x.shape, x.max().item(), targets.tolist()
     (torch.Size([2, 3, 4, 4]), -1.0, [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     """
-    x, label, draws = batch["pixels"].permute(0, 3, 1, 2).contiguous(), batch["label"], batch.get("draws")
+    x, d = augment_pixels(batch, settings)
+    if d is None:
+        return x, soft_targets(batch["label"], classes)
+    return mix(x, soft_targets(batch["label"], classes, settings.smoothing), d)
+
+
+def augment_pixels(batch: Mapping[str, Any], settings: ImagesConfig) -> tuple[Tensor, dict[str, np.ndarray] | None]:
+    """Return normalised pixels (B, 3, H, W), not mixed yet, and what was drawn, by name; None in evaluation."""
+    x, draws = batch["pixels"].permute(0, 3, 1, 2).contiguous(), batch.get("draws")
     if draws is None:
-        return normalise(x, settings), soft_targets(label, classes)
+        return normalise(x, settings), None
     draws = draws.cpu().numpy() if isinstance(draws, Tensor) else np.asarray(draws)
     d = {name: draws[:, number] for number, name in enumerate(DRAWS)}
     x = _where(d["flip"] == 1, lambda rows: x.flip(-1), x)
     fill = [round(255 * mean) for mean in settings.mean]
     for place in range(len(DRAWS), draws.shape[1], 2):
         x = randaugment(x, draws[:, place], draws[:, place + 1], fill)
-    x, targets = normalise(x, settings), soft_targets(label, classes, settings.smoothing)
-    return mix(_erase(x, d), targets, d)
+    return _erase(normalise(x, settings), d), d
 
 
 def normalise(x: Tensor, settings: ImagesConfig) -> Tensor:

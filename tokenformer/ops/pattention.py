@@ -164,7 +164,8 @@ def _constant(choice: str, device: str, index: int | None, dtype: torch.dtype, m
 def _choose(choice: str, device: str, index: int | None, dtype: torch.dtype, masked: bool, theta: str) -> str:
     """Choose the backend. Warns once where a GPU gets no kernels; refuses kernels that cannot run."""
     if choice not in BACKENDS:
-        raise UserError(f"TOKENFORMER_PATTENTION or choice is '{choice}': give one of {', '.join(BACKENDS)}")
+        do = f"set TOKENFORMER_PATTENTION, or the argument choice, to one of {', '.join(BACKENDS)}"
+        raise UserError(f"Pattention has no backend '{choice}': {do}")
     reason = "masks are computed by the reference" if masked else ""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reason = f"there are none for {dtype}"

@@ -13,7 +13,7 @@ from tokenformer.errors import UserError
 from tokenformer.models.cost import cost
 from tokenformer.ops.cross_entropy import LOGITS, ROWS
 from tokenformer.parallel.gather import STACK, count_alike
-from tokenformer.parallel.mesh import Degrees, check, stages
+from tokenformer.parallel.mesh import Degrees, check, keeps_whole_gradients, stages
 from tokenformer.parallel.traffic import TIMES, WIDTH, Cut, Part, Rank, sent, size
 
 LOGIT = 12  # bytes of one logit in the backward pass of the loss: its logarithm, two gradients, all fp32
@@ -104,8 +104,9 @@ def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
         "update": {"muon": MUON * _stacked(cut, d, held) if config.optimizer.kind == "muon" else 0},
     }
     if steps == 1:  # gradients come while activations go
-        for name in ("loss", "backward"):
-            moment[name]["gradients"] = 0.0
+        moment["loss"]["gradients"] = moment["backward"]["gradients"] = 0.0
+    elif keeps_whole_gradients(d, config.parallel):
+        moment["loss"]["gradients"] = moment["backward"]["gradients"] = 4.0 * whole
     most = max(moment.values(), key=lambda m: sum((found | m).values()))
     return {name: math.ceil(n) for name, n in (found | most).items()}
 

@@ -130,6 +130,7 @@ class Layout:
         self.model, self.holders, self.pipeline = model, dict(holders or {}), pipeline
         own = {name: p for part in parts or [model] for name, p in part.named_parameters()}
         self.splits = dict(splits or {name: Split(tuple(p.shape)) for name, p in own.items()})
+        self.order = {name: number for number, name in enumerate(self.splits)}
         self.named = {name: _plain(p) for name, p in own.items()}
         self.own = own
         self.held_earlier = {n for n in own if self.holders.get(n, place.pipeline) != place.pipeline}  # by a stage
@@ -189,6 +190,18 @@ class Layout:
         if self.place.alone or not tensor.ndim:
             return tensor.detach()
         return Part(tensor.detach(), self.splits[name].shape, self.box(self.splits[name]))
+
+    def writes(self, name: str, tensor: Tensor) -> bool:
+        """Tell whether this rank writes its part of a parameter (or of a tensor like it): holders take turns."""
+        if self.place.alone or name in self.held_earlier:
+            return self.place.alone
+        d, place = self.place.degrees, self.place
+        copies, own = d.replicate, place.replicate
+        if not tensor.ndim or self.splits[name].dim is None:
+            copies, own = copies * d.token, own * d.token + place.token
+        if not tensor.ndim:
+            copies, own = copies * d.shard, own * d.shard + place.shard
+        return self.order[name] % copies == own
 
     def parts(self) -> dict[str, Any]:
         return {name: self.part(name, p) for name, p in self.named.items() if name not in self.elsewhere}

@@ -6,14 +6,16 @@ Unusual: a single process has a place too, with every degree 1 and no mesh, so t
 import contextlib
 import dataclasses
 import datetime
+import math
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from tokenformer.errors import UserError
 from tokenformer.strict import need
 
 T = TypeVar("T")
+LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,15 @@ def stages(d: Degrees, config: ParallelConfig) -> int:
     return d.pipeline * (2 if config.schedule == "interleaved" and d.pipeline > 1 else 1)
 
 
+def keeps_whole_gradients(d: Degrees, config: ParallelConfig) -> bool:
+    """Tell whether a rank keeps the whole gradients of a step's micro-batches and reduces them once at its end.
+
+    PyTorch's pipelines always do.
+    """
+    chosen = {"whole": True, "sharded": False, "auto": d.shard == 1 or not config.reshard_after_forward}
+    return d.pipeline > 1 or chosen[config.accumulate]
+
+
 def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
     """Refuse a model that cannot be split like this."""
     if d.pipeline * d.token == 1:
@@ -83,6 +95,11 @@ def check(model: ModelConfig, d: Degrees, config: ParallelConfig) -> None:
         model.of == "language" and not model.trunks,
         f"parallel.pipeline is {d.pipeline} and parallel.token {d.token}, but both are for language models alone: "
         "leave them out, and use parallel.shard or parallel.replicate",
+    )
+    need(
+        not model.added_vocab,
+        "ids were added to the vocabulary (model.added_vocab), and neither parallel.pipeline nor parallel.token knows "
+        "them: use parallel.shard or parallel.replicate",
     )
     need(
         not model.switch_names(),
@@ -130,6 +147,7 @@ class Place:
         self.mesh: DeviceMesh | None = None
         self.opened_group = False
         self.groups: dict[str, dist.ProcessGroup] = {}
+        self.question: tuple[torch.Tensor, Any] | None = None
 
     @property
     def alone(self) -> bool:
@@ -154,26 +172,33 @@ class Place:
             return
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        allow_files(self.world)
         wait = datetime.timedelta(seconds=self.config.timeout)
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=wait)
             self.opened_group = True
+        world = self.groups["world"] = cast(dist.ProcessGroup, dist.group.WORLD)
         shape = tuple(getattr(self.degrees, name) for name in DEGREES)
         self.mesh = mesh = init_device_mesh(device.type, shape, mesh_dim_names=DEGREES)
         many = {"data": ("replicate", "shard"), "copy": ("pipeline", "shard", "token"), "stage": DEGREES[1:]}
         for name in DEGREES:
             self.groups[name] = mesh.get_group(name)
-        for name, parts in many.items():
-            self.groups[name] = mesh[parts]._flatten(name).get_group()
+        for name, parts in many.items():  # a group that is there already costs no sockets
+            wide = [part for part in parts if getattr(self.degrees, part) > 1]
+            if math.prod(getattr(self.degrees, part) for part in wide) == self.world:
+                self.groups[name] = world
+            else:
+                one = self.groups[wide[0] if wide else parts[0]]
+                self.groups[name] = one if len(wide) < 2 else mesh[parts]._flatten(name).get_group()
         if self.degrees.pipeline > 1:  # the first and the last stage both hold a tied embedding
             each = self.world // self.degrees.pipeline
             pairs = [[rank, self.world - each + rank] for rank in range(each)]
             ends, _ = dist.new_subgroups_by_enumeration(pairs, timeout=wait)
             if isinstance(ends, dist.ProcessGroup):
                 self.groups["ends"] = ends
-        for name in ("files", "host"):  # for the thread that writes checkpoints; for numbers that need no device
-            self.groups[name] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=wait))
+        with lazy_connections():  # for the thread that writes checkpoints
+            self.groups["files"] = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=wait))
 
     def sum(self, tensor: torch.Tensor, over: str = "data") -> torch.Tensor:
         """All-reduce a sum in place, over the ranks that see different data (or another group)."""
@@ -186,26 +211,39 @@ class Place:
         if self.alone:
             return number
         value = torch.tensor(number)
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.groups["host"])
+        dist.all_reduce(value, dist.ReduceOp.MAX)
         return int(value)
 
-    def barrier(self, group: str = "host") -> None:
+    def max_of_last_call(self, number: int) -> int:
+        """Return the maximum over all ranks of what they gave the last time this was called, at first 0.
+
+        Its all-reduce runs on the host while a step is computed: on many ranks it takes as long as a short step.
+        """
+        if self.alone:
+            return number
+        answer = self.answer_last_call()
+        value = torch.tensor(number)
+        self.question = value, dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True)
+        return answer
+
+    def answer_last_call(self) -> int:
+        if self.question is None:
+            return 0
+        value, work = self.question
+        work.wait()
+        self.question = None
+        return int(value)
+
+    def barrier(self, group: str = "world") -> None:
         """Wait for all ranks of a group."""
         if not self.alone:
-            dist.barrier(group=self.groups[group])
+            dist.all_reduce(torch.zeros(1), group=self.groups[group])  # on the host; NCCL's barrier would take a GPU
 
     def run_on_first(self, do: Callable[[], T]) -> T:
         """Run `do` on the first rank and return its result on every rank. What it refuses is raised on all of them."""
         if self.alone:
             return do()
-        message: list = [None, None]  # the result; the sentence of a UserError, or the arguments of an OSError
-        if self.first:
-            try:
-                message[0] = do()
-            except UserError as error:
-                message[1] = str(error)
-            except OSError as error:
-                message[1] = (error.errno, error.strerror)
+        message: list = list(_caught(do)) if self.first else [None, None]
         dist.broadcast_object_list(message, src=0, group=self.groups["files"])
         result, failure = message
         if failure is not None:
@@ -213,11 +251,66 @@ class Place:
             raise UserError(failure) if isinstance(failure, str) else OSError(*failure)
         return result
 
+    def run_on_each(self, do: Callable[[], T]) -> list[T]:
+        """Run `do` on every rank; return all results on the first rank. What one refuses is raised on all of them."""
+        if self.alone:
+            return [do()]
+        every: list = [None] * self.world
+        dist.gather_object(_caught(do), every if self.first else None, dst=0, group=self.groups["files"])
+
+        def look() -> None:
+            for _, failure in every:
+                if failure is not None:
+                    raise UserError(failure) if isinstance(failure, str) else OSError(*failure)
+
+        self.run_on_first(look)
+        return [result for result, _ in every] if self.first else []
+
     def leave(self) -> None:
         """Close the process group that `start` opened, after the last collective."""
+        self.answer_last_call()
         if self.opened_group:
             self.barrier()
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def lazy_connections() -> Iterator[None]:
+    """Let gloo connect two ranks of a new group when they first talk, not all with all: most never do."""
+    before = os.environ.get(LAZY)
+    os.environ[LAZY] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(LAZY)
+        os.environ |= {} if before is None else {LAZY: before}
+
+
+def allow_files(ranks: int) -> None:
+    """Raise this process's limit of open files to what a job of so many ranks needs, or refuse in a sentence.
+
+    gloo connects all ranks, some of them once more in a subgroup; the first rank also has a connection from each to
+    its store; data and libraries open some hundred files.
+    """
+    needed, (soft, hard) = 512 + 4 * ranks, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft in (resource.RLIM_INFINITY, -1) or soft >= needed:
+        return
+    if hard not in (resource.RLIM_INFINITY, -1) and hard < needed:
+        raise UserError(
+            f"a job of {ranks} ranks may open {needed} files per process, but the limit is {hard}: raise it "
+            f"(ulimit -n {needed}, or LimitNOFILE of the service that starts the job)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _caught(do: Callable[[], T]) -> tuple[T | None, str | tuple | None]:
+    """Return a result and nothing, or nothing and what can be sent of a UserError (its sentence) or OSError."""
+    try:
+        return do(), None
+    except UserError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, (error.errno, error.strerror)
 
 
 LOST = ("imed out", "imeout", "Connection closed", "Connection reset", "Connection refused", "Broken pipe")
@@ -253,9 +346,18 @@ def run_rank(run: Callable[[], signal.Signals | None]) -> int:
             kill_stuck_launcher()
         else:
             print(f"{rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # its disk is full, or its reader left
-            stream.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass  # its reader left, which is no error
+    except OSError as error:
+        code = code or 2
+        with contextlib.suppress(OSError):
+            print(
+                f"tokenformer: standard output of {rank} cannot be used ({error.strerror}): check it", file=sys.stderr
+            )
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as register_forw
 
 from tokenformer.config import ModelConfig
 from tokenformer.parallel.layout import Layout, Split
-from tokenformer.parallel.mesh import Place
+from tokenformer.parallel.mesh import Place, keeps_whole_gradients
 from tokenformer.parallel.pipeline import Pipeline, make_stages, pipeline_ranks
 from tokenformer.parallel.tokens import split_tokens
 
@@ -113,3 +113,15 @@ def shard(module: nn.Module, place: Place, dtype: torch.dtype | None, root: bool
     sharded.set_force_sum_reduction_for_comms(True)
     for name in getattr(module, "entries", ()):  # other methods than forward by which a task enters the model
         register_forward(module, name)
+
+
+def before_backward(model: Any, place: Place, last: bool) -> None:
+    """Prepare a backward pass of a step. The `last` one sums gradients over all ranks.
+
+    Before that they add up on this rank, whole, or as its part of what its shard group sums each time
+    (`parallel.accumulate`), and parameters that stay gathered after forward stay so until the step ends.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or not keeps_whole_gradients(place.degrees, place.config))
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or place.config.reshard_after_forward)

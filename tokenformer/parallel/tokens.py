@@ -212,15 +212,15 @@ class TokenLanguageModel(LanguageModel):
     team: Team
     cuts: tuple[int, ...]  # of the vocabulary
 
-    def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Return all logits on every rank, without gradients."""
+    def logits(self, hidden_BTD: Tensor, added_WD: Tensor | None = None) -> Tensor:
+        """Return all logits on every rank, without gradients. Ids that a growth added are refused before (mesh.py)."""
         weight_WD = self.head_rows(hidden_BTD)
         sizes = [last - first for first, last in zip(self.cuts, self.cuts[1:], strict=False)]
         own = F.pad(hidden_BTD @ weight_WD.T, (0, max(sizes) - len(weight_WD)))
         every = _stack(own, self.team.group, self.team.ranks)
         return torch.cat([part[..., :n] for part, n in zip(every, sizes, strict=True)], dim=-1)
 
-    def loss(self, hidden_BTD: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, hidden_BTD: Tensor, labels: Tensor, added_WD: Tensor | None = None) -> tuple[Tensor, Tensor]:
         weight_WD = self.head_rows(hidden_BTD)
         hidden_BTD = copied(hidden_BTD, self.team)
         one = functools.partial(split_cross_entropy, first=self.cuts[self.team.rank], team=self.team)

@@ -18,7 +18,7 @@ from tokenformer.models.names import Name, parse
 from tokenformer.ops.cross_entropy import LOGITS
 from tokenformer.parallel.gather import STACK, count_alike
 from tokenformer.parallel.layout import Split, volume
-from tokenformer.parallel.mesh import Degrees, stages
+from tokenformer.parallel.mesh import Degrees, keeps_whole_gradients, stages
 from tokenformer.parallel.pipeline import layers_of
 from tokenformer.parallel.tokens import token_splits
 from tokenformer.strict import need
@@ -119,8 +119,8 @@ def sent(cut: Cut, d: Degrees, rank: Rank) -> dict[str, int]:
 def _shard_bytes(cut: Cut, d: Degrees, token: int, blocks: Sequence[Part], rest: Part, steps: int) -> dict[str, int]:
     """Return the bytes of FSDP, which pads each parameter's rows to equal parts.
 
-    PyTorch's pipeline gathers a block once per micro-batch and once more (it stays between a backward pass and the
-    next forward), and reduces gradients once per step.
+    PyTorch's pipeline gathers a block once per micro-batch and once more: it stays between a backward pass and the next
+    forward.
     """
     if d.shard * d.replicate == 1:
         return {}
@@ -131,10 +131,11 @@ def _shard_bytes(cut: Cut, d: Degrees, token: int, blocks: Sequence[Part], rest:
         return sum(-(-n // d.shard) * d.shard * math.prod(more) for n, *more in shapes)
 
     inner, outer = sum(padded(block) for block in blocks), padded(rest)
-    gathers, once = (2 * steps if reshard else steps, steps) if d.pipeline == 1 else (steps + 1 if reshard else 1, 1)
-    found = {"replicate": once * 4 * (inner + outer) // d.shard} if d.replicate > 1 else {}
+    gathers, rests = (1, 1) if not reshard else (2 * steps, steps) if d.pipeline == 1 else (steps + 1, 1)
+    reduces = 1 if keeps_whole_gradients(d, cut.config.parallel) else steps
+    found = {"replicate": 4 * (inner + outer) // d.shard} if d.replicate > 1 else {}
     if d.shard > 1:
-        found |= {"gather": gathers * c * inner + once * 4 * outer, "reduce": once * 4 * (inner + outer)}
+        found |= {"gather": gathers * c * inner + rests * 4 * outer, "reduce": reduces * 4 * (inner + outer)}
     return found
 
 

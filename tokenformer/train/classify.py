@@ -15,58 +15,38 @@ import torch
 from torch import Tensor
 
 from tokenformer.config import Config
-from tokenformer.config_data import ImagesConfig
-from tokenformer.data.images.opening import open_images, some_of
+from tokenformer.data.images.opening import open_parts, some_of
 from tokenformer.data.images.samples import image_loader
 from tokenformer.data.loader import Batch
 from tokenformer.errors import UserError
 from tokenformer.ops.augment import augment
 from tokenformer.parallel.mesh import Place
-from tokenformer.train.task import Task
+from tokenformer.train.images import ImageTask
 
 
-class ClassifyTask(Task):
+class ClassifyTask(ImageTask):
     """Images and their classes; the loss is the cross entropy with targets that may be mixed and smoothed."""
 
     unit = "images"
-    damaged = 0  # images that could not be decoded, on this rank since the last log line
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         super().__init__(config, place, device)
-        c, self.settings = config, config.data.images or ImagesConfig()
-        rows, columns = c.model.grid
-        self.size = size = self.settings.size or rows * c.model.patch
-        if size % c.model.patch or (self.settings.size is None and rows != columns):
-            raise UserError(
-                f"model.image_size is {c.model.image_size} and data.images.size {self.settings.size}, but images are "
-                f"squares here, of a multiple of the patch {c.model.patch}: set data.images.size to one"
-            )
-        self.length = (size // c.model.patch) ** 2 + c.model.length - rows * columns
-        images = open_images(c.data, "train")
+        c = config
+        images, held = open_parts(c.data)
         self.classes = list(images.classes)
         if len(self.classes) > c.model.classes:
             raise UserError(
                 f"the data have {len(self.classes):,} classes but model.classes is {c.model.classes}: "
                 f"set model.classes={len(self.classes)}"
             )
-        load = functools.partial(image_loader, c.data, size=size, seed=c.seed, **self.cut)
+        load = functools.partial(image_loader, c.data, size=self.size, seed=c.seed, **self.cut)
         self.loader = load(images, training=True, batch=self.batch)
-        held = some_of(open_images(c.data, "validation", self.classes), self.held_out_samples)
+        held = some_of(held, self.held_out_samples)
         if len(held):
             self.held_out = load(held, training=False, batch=len(held))
 
     def flops(self, cost: Any) -> float:
         return 3 * cost.sample_flops(self.length)
-
-    def on_device(self, batch: Batch) -> dict[str, Any]:
-        """Return the fields of a micro-batch; `draws` stays on the host, where augmentation decides by it.
-
-        Damaged images are counted here.
-        """
-        self.damaged += int(batch.fields["damaged"].sum())
-        draws = {"draws": batch.fields["draws"]} if "draws" in batch.fields else {}
-        fields = {name: array for name, array in batch.fields.items() if name not in ("draws", "damaged")}
-        return super().on_device(batch._replace(fields=fields)) | draws
 
     def logits(self, model: Any, batch: Mapping[str, Any], drop: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits (B, classes) in fp32 and soft targets, which are 0 in rows that hold no image."""
@@ -107,13 +87,6 @@ class ClassifyTask(Task):
             drawn[layer, :, : len(rows)] = random.random((2, self.batch))[:, rows]
         return torch.from_numpy(((drawn < stay) / stay).astype(np.float32)).to(self.device)
 
-    def logged(self) -> dict[str, int]:
-        if self.settings.damaged == "refuse":
-            return {}
-        found = self.place.sum(torch.tensor(self.damaged, device=self.device))
-        self.damaged = 0
-        return {"damaged": int(found)}
-
     def measures(self, model: Any) -> dict[str, float]:
         """Return the loss, and the shares of held-out images whose class is the likeliest (top1), or among five.
 
@@ -139,6 +112,4 @@ class ClassifyTask(Task):
         return {"loss": loss / count, "top1": top1 / count, "top5": top5 / count, **skipped}
 
     def files(self) -> dict[str, str]:
-        s = self.settings
-        said = {"classes": self.classes, "size": self.size, "mean": s.mean, "std": s.std, "crop_pct": s.crop_pct}
-        return {"images.json": json.dumps({**said, "interpolation": s.interpolation}, indent=1) + "\n"}
+        return {"images.json": json.dumps({"classes": self.classes, **self.about_images()}, indent=1) + "\n"}

@@ -33,9 +33,14 @@ def blocks_after(name: Name, config: ModelConfig) -> int:
     >>> [blocks_after(parse(name, ends), tiny) for name in names]
     [3, 2, 1, 0]
     """
-    layers = config.trunk(name.trunk).layers
+    trunk, part = config.trunk(name.trunk), name.part
+    if name.layer is None and config.trunks:  # what belongs to no trunk comes behind all of them
+        prefix, _, part = part.partition(".")
+        trunk = config.trunks.get(prefix, config)
+        part = part if prefix in config.trunks else "head"
+    layers = trunk.layers
     if name.layer is None:
-        return 0 if name.part in ("norm", "head") else layers + 1
+        return 0 if part in ("norm", "head") else layers + 1
     return layers - name.layer
 
 

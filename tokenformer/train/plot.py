@@ -4,7 +4,7 @@ Unusual: the fall at the beginning does not stretch the loss axis; what lies abo
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,22 @@ class Curve:
     growths: list[Growth] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     sample: str = ""
+    begins: float = 0.0  # where on the axis
+
+    @property
+    def ends(self) -> float:
+        return max(x for x, _ in self.train)
+
+
+def in_a_row(curves: list[Curve]) -> list[Curve]:
+    """Return the curves of runs that continue each other: each begins where the one before it ends."""
+    found: list[Curve] = []
+    for curve in curves:
+        by = found[-1].ends if found else 0.0
+        train, validation = ([(x + by, y) for x, y in line] for line in (curve.train, curve.validation))
+        growths = [replace(growth, x=growth.x + by) for growth in curve.growths]
+        found.append(replace(curve, train=train, validation=validation, growths=growths, begins=by))
+    return found
 
 
 def read_curve(run: str | Path, axis: str = "step", name: str | None = None) -> Curve:
@@ -111,7 +127,8 @@ def bounds(curves: list[Curve]) -> tuple[float, float, float]:
 def labels(curves: list[Curve], axis: str) -> tuple[str, str]:
     """Return what stands at the two axes."""
     loss = "loss (nats per token)" if all(curve.unit == "tokens" for curve in curves) else "loss"
-    return COMPUTE if axis == "compute" else axis, loss
+    apart = " of each run" if len(curves) > 1 and not any(curve.begins for curve in curves) else ""
+    return f"{COMPUTE}{apart}" if axis == "compute" else axis, loss
 
 
 def draw_png(curves: list[Curve], path: str | Path, axis: str = "step", title: str = "") -> None:

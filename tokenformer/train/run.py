@@ -12,7 +12,7 @@ from tokenformer.errors import UserError
 from tokenformer.files import writing
 
 FIXED = ("batch", "seed", "start", "adapter")  # another value makes another run; so do another model and optimizer
-MAKE_ROOM = "make room, or give another --out"
+ELSEWHERE = "give another --out"
 OWN = {*".lock config.yml environment.json metrics.jsonl log trace.json checkpoints samples tensorboard wandb".split()}
 
 
@@ -29,6 +29,11 @@ def with_batch_sizes(config: Config, world: int, pipeline: int = 1) -> Config:
     batch, micro = config.batch, config.micro_batch
     if batch is None:
         if micro is None or config.accumulation is None:
+            if config.start:
+                raise UserError(
+                    f"{config.start} has weights but no recipe, so batch is missing: give a config before it, such as "
+                    f"lm/3m {config.start}, or batch, steps and optimizer.rate yourself"
+                )
             raise UserError("batch is missing: say how many sequences a step has, such as batch=64")
         batch = micro * config.accumulation * world
     micro = min(micro or batch, max(1, batch // world))  # a preset's may be larger than a small batch
@@ -102,7 +107,7 @@ def lock(folder: Path) -> Iterator[None]:
     import fcntl
 
     with contextlib.ExitStack() as held:
-        with writing(f"the run {folder}", MAKE_ROOM):
+        with writing(f"the run {folder}", ELSEWHERE):
             folder.mkdir(parents=True, exist_ok=True)
             file = held.enter_context(open(folder / ".lock", "w"))
         try:

@@ -50,7 +50,7 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
             if model_config.of == opened.config.of == "image":
                 given = fit_tensors(given, opened.config, model_config)
         except UserError as error:
-            raise UserError(f"start (official: pretrain_partial_init): {error}") from None
+            raise UserError(f"start: {error}") from None
     for name, tensor in given.items():
         own = mine.get(name)
         fits = own is not None and own.shape == tensor.shape

@@ -16,6 +16,7 @@ from torch import Tensor
 from tokenformer.config import Config
 from tokenformer.data.loader import Batch, Loader
 from tokenformer.parallel.mesh import Place
+from tokenformer.parallel.parallelize import before_backward
 
 
 class Task:
@@ -58,8 +59,9 @@ class Task:
         A task whose loss is over the whole batch at once (pairs) overrides this. Only language models use `pipeline`.
         """
         total = count = torch.zeros((), device=self.device)
-        for _ in range(self.loader.micro_batches):
+        for left in reversed(range(self.loader.micro_batches)):
             loss_sum, losses = self.loss(model, self.on_device(next(batches)))
+            before_backward(model, self.place, last=not left)
             (loss_sum * scale).backward()
             total, count = total + loss_sum.detach(), count + losses
         return total, count

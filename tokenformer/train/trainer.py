@@ -10,6 +10,7 @@ import functools
 import math
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,19 +22,20 @@ from tokenformer import config as native
 from tokenformer.config import Config
 from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError, out_of_memory
-from tokenformer.files import write_text, writing
+from tokenformer.files import is_full, write_text, writing
 from tokenformer.growth import progressive
 from tokenformer.growth.stages import Progress, chain, check_reached, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
-from tokenformer.hub.adapter_folder import ABOUT, about_text
+from tokenformer.hub.adapter_folder import ABOUT, AdapterFile
 from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
-from tokenformer.hub.run_folder import Found, all_steps, find_newest
+from tokenformer.hub.run_folder import Found, all_steps
 from tokenformer.models import build as build_model
 from tokenformer.models.cost import training_flops_per_sample
 from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
+from tokenformer.strict import to_yaml
 from tokenformer.train import adapting, checkpoint, growing, loggers
 from tokenformer.train.average import Average
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
@@ -42,15 +44,18 @@ from tokenformer.train.compile import allow_compilations, choose_compiler, wrap
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
+from tokenformer.train.pair import PairTask
 from tokenformer.train.report import Clock, Report, Silent, Totals, memory, peak_flops, profiler
-from tokenformer.train.run import MAKE_ROOM, changes, earlier, less_memory, lock, resume_command, with_batch_sizes
+from tokenformer.train.rules import State
+from tokenformer.train.run import ELSEWHERE, changes, earlier, less_memory, lock, resume_command, with_batch_sizes
 from tokenformer.train.schedule import factor
 from tokenformer.train.signals import caught_signals
 from tokenformer.train.start import first_values
 from tokenformer.train.task import Task
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-TASKS: dict[str, type[Task]] = {"language": LanguageTask, "classify": ClassifyTask}
+TASKS: dict[str, type[Task]] = {"language": LanguageTask, "classify": ClassifyTask, "pair": PairTask}
+SHARES = ("top1", "top5", "image_to_text_r1", "text_to_image_r1")  # what a validation prints, where a task measures it
 
 
 class Trainer:
@@ -135,7 +140,7 @@ class Trainer:
         self.totals = Totals(self.task.unit)
         self.parts: dict = {"guard": self.guard, "spikes": self.spikes, "totals": self.totals, "growth": self.grown}
         self.parts["loader"] = self.task.loader
-        self.checkpoints = Checkpoints(self.folder, c.checkpoint, self.place)
+        self.checkpoints = Checkpoints(self.folder, c.checkpoint, self.place, self.device)
         self.recent: list[Tensor] = []  # (loss, norm, skipped, scale) of each step since the last log line
 
     def inspect_run(self) -> None:
@@ -157,9 +162,9 @@ class Trainer:
         self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
         self.chain, self.grown = chain(self.base.model if self.base else self.config.model, self.stages), Progress()
         self.costs = [training_flops_per_sample(model) for model in self.chain]
-        if before is not None:  # the first rank reads every byte, and the others use the checkpoint that it found
+        if before is not None:
             self.place.start(self.device)
-            self.found = self.place.run_on_first(lambda: find_newest(self.folder))
+            self.found = checkpoint.find_together(self.folder, self.place, self.config.checkpoint.verify)
         if self.found.path is not None:
             with checkpoint.expected_form(self.found.path):
                 self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
@@ -197,7 +202,7 @@ class Trainer:
         held.enter_context(lock(self.folder))
         if all_steps(self.folder) != self.seen:  # another process had the lock before
             raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
-        with writing(f"the run {self.folder}", MAKE_ROOM):
+        with writing(f"the run {self.folder}", ELSEWHERE):
             self.notes += self.checkpoints.sweep(self.found)
 
     # resume: from the newest whole checkpoint, or from the beginning
@@ -206,9 +211,11 @@ class Trainer:
         if (found := self.found.path) is not None:
             state = checkpoint.read_state(found)
             self.step = state["step"]
-            checkpoint.read_model(found, self.layout)
+            self.place.run_on_each(lambda: checkpoint.read_model(found, self.layout))
             self.model.history = read_history(found / "model")
-            self.optimizer.load_state_by_name(checkpoint.read_optimizer(found, self.layout))
+            state_by_name: State = {}
+            self.place.run_on_each(lambda: state_by_name.update(checkpoint.read_optimizer(found, self.layout)))
+            self.optimizer.load_state_by_name(state_by_name)
             if self.average:
                 self.average = Average(self.average.decay, self.layout, checkpoint.read_average(found, self.layout))
             with checkpoint.expected_form(found):
@@ -223,21 +230,22 @@ class Trainer:
         self.clock = Clock()
 
     def open_report(self) -> None:
-        with writing(f"the run {self.folder}", MAKE_ROOM):
+        with writing(f"the run {self.folder}", ELSEWHERE):
             write_text(self.folder / "config.yml", native.to_yaml(self.config))
             self.report = Report(self.folder, self.config, self.step, self.command)
 
     def describe_run(self) -> None:
         c, say = self.config, self.report.say
         recipe = f"{c.optimizer.kind}, {c.train.precision}, {self.device.type}, {self.place.degrees}"
-        say(f"{self.folder}: {c.model.kind} of {self.cost.parameters:,} parameters, {recipe}")
+        kinds = dict.fromkeys(trunk.kind for trunk in c.model.trunks.values() or [c.model])
+        say(f"{self.folder}: {' and '.join(kinds)} of {self.cost.parameters:,} parameters, {recipe}")
         shares = f" = {c.micro_batch} × {self.task.loader.micro_batches} accumulated × {self.place.data_world} ranks"
         shares = shares if c.micro_batch != c.batch else ""
         say(f"batch {c.batch}{shares}, {self.task.units_per_step:,} {self.task.unit} per step, {c.steps} steps")
         if c.adapter:
             count = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
             say(f"an adapter of {count:,} parameters learns; {c.start} ({str(c.adapter.base)[:12]}) is frozen")
-        if any(trunk.kind == "tokenformer" for trunk in c.model.trunks.values() or [c.model]):
+        if "tokenformer" in kinds:
             path = self.pattention_path
             if path == "reference" and self.device.type == "cpu":
                 say("Pattention runs in plain PyTorch: the kernels are for GPUs")
@@ -258,11 +266,15 @@ class Trainer:
             return [f"all {c.steps} steps are done: give more, such as steps={2 * max(1, self.step)}, to train on"]
         if self.steps_before in (None, c.steps):
             return []
-        now, kept = self.rate(self.step), self.rate(self.step, self.steps_before)
-        if now == kept:
+        last = max(self.step, min(c.steps, self.steps_before or 0) - 1)
+        rates = [(self.rate(step), self.rate(step, self.steps_before)) for step in (self.step, last)]
+        other = next((pair for pair in rates if pair[0] != pair[1]), None)
+        if other is None:
             return ["the learning rate goes on as it would have"]
         how = f" (schedule.steps={self.steps_before} would keep it)" if c.schedule.count == "steps" else ""
-        return [f"the schedule now ends at step {c.steps}: the learning rate goes on at {now:.3g}, not {kept:.3g}{how}"]
+        where = "goes on at" if other is rates[0] else f"is the same here, and at step {last}"
+        rate = f"{where} {other[0]:.3g}, not {other[1]:.3g}{how}"
+        return [f"the schedule now ends at step {c.steps}: the learning rate {rate}"]
 
     # loop: micro-batches → gradients → (clip, check) → optimizer → schedule → maybe {log, validate, save}
 
@@ -295,8 +307,8 @@ class Trainer:
             trace.stop()
 
     def stopping(self) -> bool:
-        """Tell whether some rank was asked to stop: then all of them stop after the same step."""
-        number = self.place.max(self.asked)
+        """Tell whether some rank was asked to stop: then all of them stop after the same step, of many one later."""
+        number = self.place.max_of_last_call(self.asked)
         self.stop = signal.Signals(number) if number else None
         return self.stop is not None
 
@@ -404,7 +416,7 @@ class Trainer:
                 if self.config.validation.every and self.step % self.config.validation.every == 0:
                     self.grown.losses.append(found["loss"])  # not the one at the end: another run might go further
                 self.report.row("validation", self.step, **found)
-                more = "".join(f", {name} {found[name]:.2%}" for name in ("top1", "top5") if name in found)
+                more = "".join(f", {name} {found[name]:.2%}" for name in SHARES if name in found)
                 self.report.say(f"step {self.step}: validation loss {found['loss']:.4f}{more}")
             if self.layout.pipeline is None and (made := self.task.sample(self.model)):
                 self.report.sample(self.step, made)
@@ -416,6 +428,7 @@ class Trainer:
             return self.task.measures(self.layout.pipeline or self.model)
 
     def save(self, wait: bool = False) -> None:
+        begin = time.monotonic()
         with self.clock.aside():
             self.wait_for_checkpoint()
             if self.checkpoints.saved == self.step:
@@ -424,12 +437,13 @@ class Trainer:
             state |= {name: part.state_dict() for name, part in self.parts.items()}
             beside = sidecars(self.model.config, self.model.history) | self.task.files()
             if (adapter := self.config.adapter) is not None:
-                beside[ABOUT] = about_text(str(self.config.start), str(adapter.base))
+                beside[ABOUT] = to_yaml(AdapterFile(str(self.config.start), str(adapter.base)))
             with self.failures_reported():
                 average = self.average.tensors if self.average else None
                 self.checkpoints.save(self.step, self.layout, self.optimizer.state_by_name(), beside, state, average)
             if wait:
                 self.wait_for_checkpoint()
+        self.report.row("checkpoint", self.step, idle=time.monotonic() - begin)  # seconds that training stood still
 
     def wait_for_checkpoint(self) -> None:
         with self.failures_reported():
@@ -444,7 +458,8 @@ class Trainer:
             self.report.row("event", self.step, what="checkpoint failed", reason=str(error))
             said = f"{error}; the checkpoints before it are untouched"
             if self.config.checkpoint.on_failure == "stop":
-                raise UserError(f"{said}: make room or mend that, then go on with: {self.resume_command}") from error
+                do = "make room" if is_full(error) else "mend that"
+                raise UserError(f"{said}: {do}, then go on with: {self.resume_command}") from error
             self.report.say(f"{said}, and training goes on")
 
     # close: save, and say how to continue

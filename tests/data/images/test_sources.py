@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from PIL import Image
 
 from tests.data.images import pictures as p
 from tokenformer.config_data import DataConfig, ImagesConfig
-from tokenformer.data.images.opening import open_images
+from tokenformer.data.images.opening import open_images, open_parts
 from tokenformer.errors import UserError
 
 
@@ -56,6 +57,32 @@ def test_held_back_images_are_a_part_that_the_data_alone_decide(tmp_path):
     assert sorted(numbers(opened(root, "test", hold_back=3))) == [12, 13, 14, 15, 16, 17]
     with pytest.raises(UserError, match="hold_back is 12, but there are 12 images"):
         opened(root, hold_back=12)
+
+
+def test_images_that_are_trained_on_are_not_validated_on(tmp_path):
+    root, tars = p.make_folder(tmp_path / "set"), p.make_tars(tmp_path)
+    table = p.make_parquet(tmp_path / "tables") / "train-00000-of-00001.parquet"
+    shutil.copy(tmp_path / "train-001.tar", tmp_path / "val-000.tar")
+    shutil.copy(table, tmp_path / "copy.parquet")
+    (tmp_path / "link").symlink_to(root / "train")
+
+    def parts(path: object, **keys) -> list[int]:
+        data = DataConfig(path=str(path), cache=str(tmp_path / "cache"), images=ImagesConfig(**keys))
+        return [len(part) for part in open_parts(data)]
+
+    for path, held in (
+        (root / "train", root / "train"),
+        (root / "train", tmp_path / "link"),
+        (tars, tmp_path / "train-000.tar"),
+        (tars, tmp_path / "val-000.tar"),
+        (table, table),
+        (table, tmp_path / "copy.parquet"),
+    ):
+        with pytest.raises(UserError, match="is trained on and validated on: give other images"):
+            parts(path, validation=str(held))
+    assert parts(root / "train", hold_back=3) == [9, 3]
+    assert parts(root / "train") == [12, 0] and parts(root) == [12, 6]
+    assert parts(root / "train", validation=str(root / "val")) == [12, 6]
 
 
 def test_tars_are_read_by_brace_ranges_and_indexed_once(tmp_path):

@@ -293,7 +293,7 @@ def test_a_full_disk_is_said_leaves_earlier_output_and_is_continued(small, tmp_p
     arguments = command(*paths, "--out", tmp_path, "--name", "x", "--tokenizer", "byte", "--force")
     full = subprocess.run(arguments, capture_output=True, text=True, preexec_fn=limit_file_size)
     assert full.returncode == 2 and full.stderr.count("\n") == 1
-    assert "make room there or choose another --out, and start again to continue" in full.stderr
+    assert "make room, or choose another --out, and start again to continue" in full.stderr
     assert contents(tmp_path, "x") == earlier
     again = subprocess.run(arguments, capture_output=True, text=True)
     assert again.returncode == 0 and "continuing after" in again.stderr
@@ -309,7 +309,7 @@ def test_a_really_full_file_system(small, tmp_path):
     if mounted.returncode:
         pytest.skip("needs the right to mount a file system of 4 MB")
     try:
-        with pytest.raises(UserError, match="make room there or choose another --out, and start again"):
+        with pytest.raises(UserError, match="make room, or choose another --out, and start again"):
             prepare(paths, disk, "x", workers=1, tokenizer="byte")
         assert contents(disk, "x") == {}
         assert subprocess.run(["mount", "-o", "remount,size=40m", str(disk)]).returncode == 0
@@ -392,7 +392,7 @@ def test_what_cannot_work_is_said_and_leaves_nothing(tmp_path, write, settings, 
 
 def test_a_folder_that_cannot_be_written_to_is_said(tmp_path):
     (tmp_path / "a.txt").write_text("one")
-    with pytest.raises(UserError, match=r"a\.txt cannot be written \(.*\): make room there or choose another --out"):
+    with pytest.raises(UserError, match=r"a\.txt cannot be written \(Not a directory\): choose another --out"):
         prepare([tmp_path / "a.txt"], tmp_path / "a.txt", "x", tokenizer="byte")
     with pytest.raises(UserError, match="--name sub/x is not a plain name"):
         prepare([tmp_path / "a.txt"], tmp_path, "sub/x", tokenizer="byte")

@@ -119,6 +119,19 @@ def need_pillow() -> None:
         raise UserError("images need Pillow: pip install 'tokenformer[vision]'") from None
 
 
+def written(text: str, width: int, height: int) -> np.ndarray:
+    """Return a picture of a text on white (height, width, 3), broken into lines."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (width, height), "white")
+    pen, lines = ImageDraw.Draw(image), [""]
+    for word in text.encode("latin-1", "replace").decode("latin-1").split():  # the letters that the font has
+        longer = f"{lines[-1]} {word}".strip()
+        lines = [*lines[:-1], longer] if pen.textlength(longer) <= width - 8 or not lines[-1] else [*lines, word]
+    pen.multiline_text((4, 4), "\n".join(lines), fill="black")
+    return np.asarray(image)
+
+
 def png(pixels: np.ndarray) -> bytes:
     """Return pixels (height, width, 3) as a PNG file."""
     from PIL import Image

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tokenformer.data.images.decode import need_pillow
 from tokenformer.data.images.stored import Files
 from tokenformer.errors import UserError
-from tokenformer.parsing import is_file, read_text, shown
+from tokenformer.parsing import is_file, is_folder, read_text, shown
 from tokenformer.terminal import progress
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
@@ -54,6 +55,24 @@ def images_below(root: Path, folder: str) -> Iterator[tuple[str, int]]:
             yield from images_below(root, name)
         elif entry.name.lower().rpartition(".")[2] in ENDINGS and entry.is_file():
             yield name, entry.stat().st_size
+
+
+def find_images(words: Sequence[str]) -> Files:
+    """Return the images of a command line: files as they are named, and those of folders in order of their names."""
+    need_pillow()
+    found: list[tuple[str, int]] = []
+    for word in words:
+        if is_folder(word):
+            some = list(images_below(Path(), word.rstrip("/") or "/"))
+            if not some:
+                raise UserError(f"{word} has no images ({', '.join(ENDINGS)}): give another folder, or files")
+            found += some
+        elif is_file(word):
+            found.append((word, os.stat(word).st_size))
+        else:
+            raise UserError(f"there is no image and no folder {word}: check its name")
+    names, sizes = zip(*found, strict=True)
+    return Files("", names, sizes, np.zeros(len(names), np.int64), [])
 
 
 def has_folders(root: Path) -> bool:

@@ -1,6 +1,9 @@
 """Opening an image set by the config: its format, and which of its images are for training and for validation."""
 
-from collections.abc import Sequence
+import filecmp
+import os
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +14,7 @@ from tokenformer.data.images import binaries
 from tokenformer.data.images.decode import need_pillow
 from tokenformer.data.images.folders import has_folders, open_flat, open_folder
 from tokenformer.data.images.shards import PARTS, expand, open_tars, shard_files
-from tokenformer.data.images.stored import Images, Some, renumbered
+from tokenformer.data.images.stored import Files, Images, Some, renumbered
 from tokenformer.data.images.tables import open_tables
 from tokenformer.data.permutation import permute, round_keys
 from tokenformer.errors import UserError
@@ -26,18 +29,59 @@ def open_images(data: DataConfig, part: Part, classes: Sequence[str] | None = No
     Validation is what is held back of training, `data.images.validation`, or the val/ or test part of the data, and
     empty where there is none of these.
     """
+    settings = data.images or ImagesConfig()
+    if settings.classes and not classes:
+        classes = [line.strip() for line in read_text(settings.classes).splitlines() if line.strip()]
+    return open_part(data, part, lambda path, part: _open(path, part, data, settings, classes))
+
+
+def open_part(data: DataConfig, part: Part, open_path: Callable[[str, Part | None], Images]) -> Images:
+    """Open a part of what `data` names; `open_path` opens a path, of which None means all."""
     need_pillow()
     settings = data.images or ImagesConfig()
     if not isinstance(data.path, str):
         what = "is missing" if data.path is None else "is a blend"
         raise UserError(f"data.path {what}: give the path of one image set")
-    if settings.classes and not classes:
-        classes = [line.strip() for line in read_text(settings.classes).splitlines() if line.strip()]
     if part != "test" and settings.hold_back:
-        return _held_back(_open(data.path, "train", data, settings, classes), settings.hold_back, part)
+        return _held_back(open_path(data.path, "train"), settings.hold_back, part)
     if part != "train" and settings.validation:
-        return _open(settings.validation, None, data, settings, classes)
-    return _open(data.path, part, data, settings, classes)
+        return open_path(settings.validation, None)
+    return open_path(data.path, part)
+
+
+def open_parts(data: DataConfig) -> tuple[Images, Images]:
+    """Open what is trained on and what is validated on; refuse to validate on files that are trained on."""
+    train = open_images(data, "train")
+    held = open_images(data, "validation", train.classes)
+    refuse_shared(data, train, held)
+    return train, held
+
+
+def refuse_shared(data: DataConfig, train: Images, held: Images) -> None:
+    if len(held) and not (data.images and data.images.hold_back) and (shared := _shared(train, held)):
+        give = "give other images to validate on, or set data.images.hold_back"
+        raise UserError(f"{shared} is trained on and validated on: {give}")
+
+
+def _shared(train: Images, held: Images) -> str | None:
+    """Return a file of both sets: an image, or a tar or another file of many that is the same or has the same bytes."""
+    if isinstance(train, Files) and isinstance(held, Files):
+        roots = [os.path.realpath(images.root) for images in (train, held)]
+        if os.path.commonpath(roots) not in roots:  # neither folder is, or lies in, the other
+            return None
+        first, second = (
+            {root + images.name(i).removeprefix(images.root) for i in range(len(images))}
+            for root, images in zip(roots, (train, held), strict=True)
+        )
+        return min(first & second, default=None)
+    sizes: dict[int, list[str]] = {}
+    for path in getattr(train, "files", []):
+        sizes.setdefault(os.stat(path).st_size, []).append(path)
+    for path in getattr(held, "files", []):
+        for other in sizes.get(os.stat(path).st_size, []):
+            if os.path.samefile(path, other) or filecmp.cmp(path, other, shallow=False):
+                return path
+    return None
 
 
 def some_of(images: Images, count: int) -> Images:
@@ -46,6 +90,29 @@ def some_of(images: Images, count: int) -> Images:
         return images
     keys = round_keys("some", images.fingerprint)
     return Some(images, np.sort(permute(np.arange(count), len(images), keys)))
+
+
+def none_of(images: Images) -> Images:
+    return Some(images, np.array([], np.int64))
+
+
+def find_shards(path: str, part: Part | None, form: str, kinds: dict[str, str]) -> tuple[str, list[str]] | None:
+    """Return which of these kinds (by the ending of their files) a path has, and its files of a part.
+
+    There are none of the part validation where the path has no such part.
+    """
+    root = Path(path)
+    there = [ending for ending in kinds if path.endswith(ending) or _holds(root, ending)]
+    if form == "auto" and len({kinds[ending] for ending in there}) > 1:
+        what = f"{shown(path)} has {' and '.join(there)} files, of which {there[0]} are read"
+        warnings.warn(f"{what}: choose others with data.images.format={kinds[there[1]]}", stacklevel=2)
+    for ending, kind in kinds.items():
+        if form == kind or (form == "auto" and ending in there):
+            names = shard_files(path, part, ending)
+            if not names and part != "validation":
+                raise UserError(f"{shown(path)} has no {ending} files{f' for {part}' if part else ''}: check data.path")
+            return kind, names
+    return None
 
 
 def _held_back(images: Images, count: int, part: Part) -> Images:
@@ -60,16 +127,13 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
     form, root = settings.format, Path(path)
     cifar = binaries.cifar_folder(root) if form in ("auto", "cifar") and is_folder(root) else None
     mnist = binaries.mnist_folder(root) if form in ("auto", "mnist") and is_folder(root) else None
-    for ending, kind in ((".tar", "tar"), (".parquet", "parquet")):
-        if form == kind or (form == "auto" and (path.endswith(ending) or _holds(root, ending))):
-            names = shard_files(path, part, ending)
-            if not names and part == "validation":
-                return Some(_open(path, "train", data, settings, classes), np.array([], np.int64))
-            if not names:
-                raise UserError(f"{shown(path)} has no {ending} files{f' for {part}' if part else ''}: check data.path")
-            if kind == "tar":
-                return open_tars(names, data.cache, classes)
-            return open_tables(names, data.cache, classes, settings.image_column, settings.label_column)
+    if shards := find_shards(path, part, form, {".tar": "tar", ".parquet": "parquet"}):
+        kind, names = shards
+        if not names:
+            return none_of(_open(path, "train", data, settings, classes))
+        if kind == "tar":
+            return open_tars(names, data.cache, classes)
+        return open_tables(names, data.cache, classes, settings.image_column, settings.label_column)
     if not is_folder(root):
         expand(path)  # an address is refused as one
         raise UserError(f"there is no folder {shown(path)}: check data.path")
@@ -87,7 +151,7 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
         raise UserError(f"{shown(path)} has no binary files of {form.upper()}: check data.path, or data.images.format")
     own = next((root / word for word in PARTS[part or "validation"] if is_folder(root / word)), None)
     if own is None and part == "validation":
-        return Some(_open(path, "train", data, settings, classes), np.array([], np.int64))
+        return none_of(_open(path, "train", data, settings, classes))
     if own is None and part == "test":
         raise UserError(f"{root} has no folder val or test: check data.path")
     if settings.labels and not has_folders(own or root):

@@ -22,7 +22,10 @@ from tokenformer.errors import UserError
 
 TRIES = 100  # images in a row that may be damaged
 IN_PROCESS = 256  # fewer images are decoded before worker processes have started
-_OTHERS = ("format", "validation", "hold_back", "classes", "labels", "image_column", "label_column", "damaged", "size")
+_OTHERS = (
+    *("format", "validation", "hold_back", "classes", "labels", "image_column", "label_column", "caption_column"),
+    *("damaged", "size"),
+)
 _LATER = ("mean", "std", "smoothing")  # what ops/augment.py is told by the config and not by the draws
 
 
@@ -116,11 +119,16 @@ def image_loader(
 ) -> Loader:
     """Return batches of images; in evaluation each image once, in order. `cut` is what else `Loader` takes."""
     settings = data.images or ImagesConfig()
-    source = ImageSource(images, settings, size=size, seed=seed, training=training)
     if training and settings.mixes:
         check_even(batch, cut.get("micro_batch"), cut.get("world", 1))
-    usual: dict[str, Any] = {"workers": data.workers, "prefetch": data.prefetch, "epochs": None if training else 1}
-    return Loader(source, batch=batch, seed=seed, **{**usual, **cut})
+    return source_loader(data, ImageSource(images, settings, size=size, seed=seed, training=training), batch, **cut)
+
+
+def source_loader(data: DataConfig, source: Any, batch: int, **cut: Any) -> Loader:
+    """Return batches of an `ImageSource`, or of one that is made like it."""
+    usual: dict[str, Any] = {"workers": data.workers, "prefetch": data.prefetch}
+    usual["epochs"] = None if source.training else 1
+    return Loader(source, batch=batch, seed=source.seed, **{**usual, **cut})
 
 
 def batches(

@@ -28,6 +28,7 @@ PARTS = {"train": ("train", "training"), "validation": ("val", "valid", "validat
 MOST_SHARDS = 100_000
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 Index = dict[str, np.ndarray]
+About = Callable[[Path, str, dict[str, tuple[int, int]]], Any]  # tar, key, ending → place of each of its files
 
 
 def expand(pattern: str) -> list[str]:
@@ -80,8 +81,13 @@ def shard_files(pattern: str, part: str | None, ending: str) -> list[str]:
 
 def open_tars(names: Sequence[str], cache: str | None, classes: Sequence[str] | None) -> Pieces:
     """Open the images of webdataset tars: `key.jpg` (or another image) beside `key.cls` or `key.json`."""
+    return join(names, classes, index_tars(names, cache, "index", _label))
+
+
+def index_tars(names: Sequence[str], cache: str | None, ending: str, about: About) -> list[Index]:
+    """Return where the images of tars lie, and what `about` says of each; `ending` is that of the kept files."""
     with progress("indexing shards", len(names), " shards") as advance:
-        return join(names, classes, [_indexed(Path(name), cache, advance) for name in names])
+        return [_indexed(Path(name), cache, ending, about, advance) for name in names]
 
 
 def join(names: Sequence[str], classes: Sequence[str] | None, indices: list[Index]) -> Pieces:
@@ -127,6 +133,7 @@ def load_index(place: Path, stamp: np.ndarray) -> Index | None:
             index = dict(kept)
         places, labels = index["places"], index["labels"]
         whole = places.shape == (len(labels), 2) and min(places.min(initial=0), labels.min(initial=0)) >= 0
+        whole = whole and index.get("texts", places).shape == places.shape
         return index if whole and np.array_equal(index["stamp"], stamp) else None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
@@ -138,34 +145,49 @@ def save_index(place: Path, index: Index) -> None:
         np.savez(file, **arrays)
 
 
-def _indexed(path: Path, cache: str | None, advance: Callable[[int], object]) -> Index:
-    place, stamp = kept_at(path, cache, "index"), stamp_of(path)
+def _indexed(path: Path, cache: str | None, ending: str, about: About, advance: Callable[[int], object]) -> Index:
+    place, stamp = kept_at(path, cache, ending), stamp_of(path)
     index = load_index(place, stamp)
     if index is None:
-        index = {**scan_tar(path), "stamp": stamp}
+        index = {**scan_tar(path, about), "stamp": stamp}
         with contextlib.suppress(OSError):  # where nothing can be written, the next process looks for itself
             save_index(place, index)
     advance(1)
     return index
 
 
-def scan_tar(path: Path) -> Index:
-    """Return where the images of a tar lie, and their labels."""
-    places, labels = [], []
+def scan_tar(path: Path, about: About) -> Index:
+    """Return where the images of a tar lie, and what `about` says of them: labels, or places of their texts.
+
+    Where it says None, or there is no image, something is missing: these are counted, and the first is named.
+    """
+    places, found_about, missing = [], [], []
     try:
         with tarfile.open(path, "r:") as tar:
             for key, members in itertools.groupby(_members(tar), lambda member: member[0]):
                 found = {ending: (offset, size) for _, ending, offset, size in members}
                 image = next((ending for ending in ENDINGS if ending in found), None)
-                if image is None:
+                said = about(path, key, found) if image else None
+                if image is None or said is None:
+                    missing.append(key.lstrip("/"))
                     continue
-                labels.append(_label(path, key, found))
+                found_about.append(said)
                 places.append(found[image])
     except (tarfile.TarError, OSError) as error:
         raise UserError(
             f"{path} is not a whole, uncompressed tar ({error}): get it anew, or unpack what compresses it"
         ) from None
-    return {"places": np.array(places, np.int64).reshape(-1, 2), "labels": np.array(labels, np.int64)}
+    index = {"places": np.array(places, np.int64).reshape(-1, 2)}
+    if about is _label:
+        return {**index, "labels": np.array(found_about, np.int64)}
+    return {**index, **text_index(found_about, missing)}
+
+
+def text_index(places: list[tuple[int, int]], missing: list[str]) -> Index:
+    """Return what the index of a file of pairs has beside the places of its images."""
+    texts = np.array(places, np.int64).reshape(-1, 2)
+    about = {"missing": np.array(len(missing)), "first": np.array(missing[0] if missing else "")}
+    return {"labels": np.zeros(len(texts), np.int64), "texts": texts, **about}
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, int, int]]:

@@ -1,12 +1,13 @@
 """Looking at image sets: a contact sheet of what a model sees, and a list of the images that cannot be decoded."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from tokenformer.config_data import ImagesConfig
-from tokenformer.data.images.decode import png
+from tokenformer.data.images.decode import png, written
+from tokenformer.data.images.folders import find_images
 from tokenformer.data.images.samples import ImageSource, batches
 from tokenformer.data.images.stored import Images
 from tokenformer.data.permutation import EpochOrder
@@ -30,6 +31,21 @@ def contact_sheet(
     frame = ((0, 0), (0, GAP), (0, GAP), (0, 0))
     lines = [np.concatenate(np.pad(row[:count], frame, constant_values=GREY), 1) for row in rows]
     return png(np.concatenate(lines)[:-GAP, :-GAP])
+
+
+def matches_sheet(texts: Sequence[str], files: Sequence[Sequence[str]], settings: ImagesConfig, size: int) -> bytes:
+    """Return a PNG with a row for each text: the text, and beside it the images that were found for it."""
+    rows = []
+    for text, names in zip(texts, files, strict=True):
+        images = find_images(names)
+        source = ImageSource(images, dataclasses.replace(settings, damaged="skip"), size=size, seed=0, training=False)
+        fields = {name: np.empty((len(images), *f.shape), f.dtype) for name, f in source.fields.items()}
+        source.read(np.arange(len(images)), np.zeros(len(images), np.int64), fields)
+        row = [written(text, 3 * size, size), *fields["pixels"]]
+        rows.append(
+            np.concatenate([np.pad(part, ((0, GAP), (0, GAP), (0, 0)), constant_values=GREY) for part in row], 1)
+        )
+    return png(np.concatenate(rows)[:-GAP, :-GAP])
 
 
 def damaged_images(images: Images, workers: int) -> Iterator[tuple[int, str]]:

@@ -7,6 +7,7 @@ in a moment. An item is the bytes of an image file, or pixels (uint8) where the 
 import functools
 import hashlib
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -49,6 +50,8 @@ class Files:
 
     def item(self, index: int) -> bytes:
         try:
+            if not stat.S_ISREG(os.stat(self.name(index)).st_mode):  # a named pipe would be waited for
+                raise Damaged("it is no file")
             with open(self.name(index), "rb") as file:
                 return file.read(MOST_BYTES + 1)
         except OSError as error:

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from tokenformer.errors import UserError
 from tokenformer.files import sync, writing
 
-disk = functools.partial(writing, do="make room there or choose another --out, and start again to continue")
+disk = functools.partial(writing, do="choose another --out, and start again to continue")
 
 
 @dataclass(frozen=True)

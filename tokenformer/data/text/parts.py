@@ -39,5 +39,6 @@ def part_edges(source: Indexed, shares: Sequence[float]) -> tuple[list[int], str
         edges[i] = cuts[i] if starved & beside else edges[i]
     if any(edges[i + 1] <= edges[i] for i in wanted):
         edges = cuts
-    names = " and ".join(PARTS[i] for i in sorted(starved))
-    return edges, f"too few documents ({source.documents:,}) for {names}: cut by tokens"
+    names = f"{' and '.join(PARTS[i] for i in sorted(starved))} {'is' if len(starved) == 1 else 'are'}"
+    count = "one document" if source.documents == 1 else f"{source.documents:,} documents"
+    return edges, f"{names} cut by tokens, since {count} cannot be shared out whole"

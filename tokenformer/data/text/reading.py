@@ -166,6 +166,8 @@ def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) ->
     mark = f"\n{how.before}\n" if how.before else how.separator
     # with `separator` the mark itself is dropped, with `before` its first newline ends the old document
     ends, begins = (1, 1) if how.before else (0, len(mark or ""))
+    crlf = mark.replace("\n", "\r\n") if how.separator and mark and "\r" not in mark else ""  # as Windows writes it
+    seen = False
     text, searched, number, opened, fed, final = "", 0, 1, False, 0, False
     while not final:
         block = stream.read(1 << 20)
@@ -178,10 +180,14 @@ def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) ->
         except UnicodeDecodeError as error:
             place = fed - pending + error.start
             raise _refusal(f"{name} is not UTF-8 (byte {place:,}): convert it", how) from None
+        fresh = max(0, len(text) - len(crlf) + 1)
         text += more.removeprefix("\ufeff") if fed == 0 else more
         fed += len(block)
+        seen = seen or (number == 1 and crlf not in ("", mark) and crlf in text[fresh:])
         start = 0
         while mark and (at := text.find(mark, searched)) >= 0:
+            if seen and number == 1 and text.startswith(crlf, at - 1):  # \n is found in \r\n, too
+                raise _other_line_ends(name, mark, crlf)
             yield from _close(text[start : at + ends], opened, f"{name}, document {number},", how, cuts)
             start = searched = at + begins
             opened, number = False, number + 1
@@ -195,8 +201,15 @@ def _text(stream: BinaryIO, how: Reading, cuts: re.Pattern | None, name: str) ->
             except UserError as error:
                 raise _refusal(str(error), how) from None
         text, searched = text[start:], searched - start
+    if seen and number == 1:
+        raise _other_line_ends(name, mark, crlf)
     if text or opened or number == 1:  # nothing after the last separator is no document
         yield from _close(text, opened, f"{name}, document {number}," if mark else name, how, cuts)
+
+
+def _other_line_ends(name: str, mark: str | None, crlf: str) -> UserError:
+    differ = f"{name} has the line ends of Windows (\\r\\n), but the separator {mark!r} has others"
+    return UserError(f"{differ}: convert the file, or give --separator {crlf!r}")
 
 
 def _close(text: str, opened: bool, where: str, how: Reading, cuts: re.Pattern | None) -> Iterator[Unit]:

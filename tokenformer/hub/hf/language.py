@@ -18,22 +18,28 @@ from torch import Tensor, nn
 from tokenformer.config import ModelConfig, build, to_dict
 from tokenformer.config_data import IGNORED
 from tokenformer.errors import UserError
-from tokenformer.files import MANIFEST, write_text
-from tokenformer.hub.remote import AUTO_MAP, FILE, modeling_source
+from tokenformer.files import MANIFEST
+from tokenformer.hub.hf.base import TokenFormerPreTrainedModel
 from tokenformer.models.init import initial
 from tokenformer.models.language import LanguageModel
-from tokenformer.models.trunk import Block
+from tokenformer.models.layers import outside_vocabulary
+from tokenformer.models.trunk import Attention, Block, View
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
     from transformers.cache_utils import DynamicCache
     from transformers.masking_utils import create_causal_mask
     from transformers.modeling_layers import GradientCheckpointingLayer
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import can_return_tuple
 except ImportError as error:
     raise UserError(f"transformers 5.17 or newer is needed here ({error}): pip install 'tokenformer[hf]'") from None
+
+
+# keywords that `forward` uses itself, or that tell generation something
+OWN = ("output_attentions", "shift_labels", "num_items_in_batch", "return_dict", "cache_position")
 
 
 class TokenFormerConfig(PreTrainedConfig):
@@ -73,8 +79,11 @@ class TokenFormerConfig(PreTrainedConfig):
 
     def follow(self, model: Any) -> None:
         """Take the keys and the growths of a native model that is to be held, and prepare its blocks."""
-        for block in model.blocks:
-            block.__class__ = HFBlock
+        for trunk in model.trunks().values():
+            for block in trunk.blocks:
+                block.__class__ = HFBlock
+                if isinstance(model, LanguageModel):
+                    block.attention.__class__, block.attention.config = HFAttention, self
         if model.config != self.to_native().resolved():
             self._take(model.config)
             self.history = model.history
@@ -87,6 +96,12 @@ class TokenFormerConfig(PreTrainedConfig):
         keys = {field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)}
         return build(ModelConfig, {name: value for name, value in keys.items() if value is not None})
 
+    def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
+        """Write it, and remove our manifest beside it, which describes the one before."""
+        if Path(json_file_path).name == "config.json":
+            Path(json_file_path).with_name(MANIFEST).unlink(missing_ok=True)
+        super().to_json_file(json_file_path, use_diff)
+
     @property
     def num_key_value_heads(self) -> int:
         return getattr(self, "kv_heads", None) or self.num_attention_heads
@@ -98,6 +113,54 @@ class TokenFormerConfig(PreTrainedConfig):
 
 class HFBlock(GradientCheckpointingLayer, Block):
     """The native block, recomputed in backward when gradient checkpointing is on."""
+
+
+class HFAttention(Attention):
+    """The native attention; one that is not called sdpa is computed by the function that transformers has by its name.
+    The attributes are those that such functions look for.
+    """
+
+    config: Any
+    is_causal = True
+
+    @property
+    def layer_idx(self) -> int:
+        return self.layer
+
+    @property
+    def scaling(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def num_key_value_groups(self) -> int:
+        return self.config.num_attention_heads // self.config.num_key_value_heads
+
+    def mix(self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, view: View) -> Tensor:
+        name, more = self.config._attn_implementation, dict(view.more or {})
+        if name in (None, "sdpa") and "cache" not in more:  # which is the paged one of continuous batching
+            return super().mix(q_BHTC, k_BGSC, v_BGSC, view)
+        kept, how = more.pop("kept_weights", None), {"scaling": self.scaling, "dropout": 0.0}
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
+        seen_BTHC, weights = interface(self, q_BHTC, k_BGSC, v_BGSC, view.mask, **how, **more)
+        if kept is not None:
+            kept.append(weights)
+        return seen_BTHC.transpose(1, 2)
+
+
+def eager_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Return attention (B, T, H, C) and its weights (B, H, T, S), which the fused functions do not keep."""
+    key, value = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is None:
+        attention_mask = torch.ones_like(scores, dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + attention_mask
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    return (weights @ value).transpose(1, 2), weights
 
 
 class HFCache:
@@ -114,7 +177,7 @@ class HFCache:
         return self.past.update(k, v, layer)
 
 
-class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
+class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
     """`self.model` is the native `LanguageModel`, its tensors under `model.`; a tied head has no tensor of its own."""
 
     config_class = TokenFormerConfig
@@ -122,6 +185,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
     _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _supports_attention_backend = True
     _can_compile_fullgraph = True
     _no_split_modules = ["HFBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
@@ -132,7 +196,6 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: TokenFormerConfig) -> None:
         super().__init__(config)
-        self._check_attention()
         self.model = self.native(config.to_native(), seed=int(torch.randint(2**31, (), device="cpu")))
         self.model.history = list(getattr(config, "history", None) or [])
         for parameter in self.parameters():
@@ -147,10 +210,6 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
             wrapped = cls(TokenFormerConfig.from_native(model.config, history=model.history, **keys))
         wrapped.model = model
         return wrapped.train(model.training)
-
-    def _check_attention(self) -> None:
-        if self.config._attn_implementation == "eager":
-            raise UserError('attn_implementation "eager" does not exist here, attention is fused: leave it out')
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Another model, such as the one that `tokenformer.grow(self.model, …)` returns, brings its config with it."""
@@ -175,14 +234,22 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Compute logits and loss as every causal model of transformers: `labels` are not shifted, and
         `num_items_in_batch` divides the loss. With labels and `skip_logits` (the default in training) no logits are
-        made, the loss is computed in chunks. `output_attentions` is refused, since fused attention keeps no weights.
+        made, the loss is computed in chunks. `output_attentions` needs eager attention: fused ones keep no weights.
+        Keywords that are not known here go to the attention function untouched.
         """
-        self._check_attention()
         given = inputs_embeds if input_ids is None else input_ids
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise UserError("the model reads input_ids or inputs_embeds: give one of them")
-        if kwargs.get("output_attentions") or self.config.output_attentions:
-            raise UserError("output_attentions is not possible, since fused attention keeps no weights: leave it out")
+        more = {name: value for name, value in kwargs.items() if name not in OWN}
+        wanted = kwargs.get("output_attentions")
+        weights: list[Tensor] | None = [] if (self.config.output_attentions if wanted is None else wanted) else None
+        if weights is not None:
+            if self.config._attn_implementation != "eager":
+                raise UserError(
+                    'output_attentions needs attn_implementation "eager", since fused attention keeps no weights: load '
+                    "the model so, or leave it out"
+                )
+            more["kept_weights"] = weights
         past, targets = past_key_values, kwargs.get("shift_labels")
         if targets is None and labels is not None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
@@ -192,6 +259,7 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = False
             if past is not None:  # backward would fill it a second time
                 raise UserError("gradient checkpointing cannot fill past_key_values: leave the cache out in training")
+        before = past  # with an empty cache of our own, positions that begin anew still mean another document
         if use_cache and past is None:
             past = DynamicCache(config=self.config)
         if position_ids is None and past is not None:
@@ -200,8 +268,9 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
             "ids": input_ids,
             "embeddings": inputs_embeds,
             "positions": position_ids,
-            "mask": self._mask(given, attention_mask, position_ids, past),
+            "mask": self._mask(given, attention_mask, position_ids, before),
             "cache": None if past is None else HFCache(past),
+            "more": more or None,
         }
         skip_logits = targets is not None and (self.training if skip_logits is None else skip_logits)
         logits, loss, count = cast(Any, (None, None, None))
@@ -213,15 +282,21 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
                 if targets is None:
                     kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
                     hidden = hidden[:, kept]
-                logits = self.model.logits(hidden)
+                logits = self.model.logits(hidden, self.model.added_rows(None, hidden))
         if targets is not None:
             if loss is None:
                 exact = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-                loss, count = F.cross_entropy(exact, targets.flatten(), reduction="sum"), (targets != IGNORED).sum()
+                try:
+                    loss, count = F.cross_entropy(exact, targets.flatten(), reduction="sum"), (targets != IGNORED).sum()
+                except IndexError:
+                    raise outside_vocabulary("labels", targets, self.model.config.vocab) from None
             items = kwargs.get("num_items_in_batch")
             loss = loss / (count.clamp(min=1) if items is None else torch.as_tensor(items, device=loss.device))
         seen: Any = tuple(states) or None
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past, hidden_states=seen)
+        looked: Any = None if weights is None else tuple(weights)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=past, hidden_states=seen, attentions=looked
+        )
 
     def _mask(self, given: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:
         """Return what each position sees, or None where that is causal attention (then flash attention is used)."""
@@ -273,18 +348,27 @@ class TokenFormerForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.config = dataclasses.replace(self.model.config, vocab=embedding.num_embeddings)
         return embedding
 
-    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Write the modelling file too, so that the folder loads without our package; remove an old manifest."""
-        if getattr(self.model, "adapters", None):
-            raise UserError(
-                "adapters are attached to this model: save the base, or what `tokenformer adapter merge` makes"
-            )
-        if is_main_process:
-            (Path(save_directory) / MANIFEST).unlink(missing_ok=True)
-            write_text(Path(save_directory) / FILE, modeling_source())
-        self.config.auto_map = AUTO_MAP
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+class TokenFormerModel(TokenFormerForCausalLM):
+    """The same without the output head: `last_hidden_state` is what the head would read."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """Take what `TokenFormerForCausalLM` takes, but labels."""
+        if kwargs.get("labels") is not None:
+            raise UserError("a TokenFormerModel has no loss: use TokenFormerForCausalLM, or leave labels out")
+        tupled = kwargs.pop("return_dict", None) is False
+        kwargs["output_hidden_states"], wanted = True, kwargs.get("output_hidden_states")
+        found = super().forward(*args, logits_to_keep=1, **kwargs)
+        states = found.hidden_states if (self.config.output_hidden_states if wanted is None else wanted) else None
+        out = BaseModelOutputWithPast(
+            last_hidden_state=found.hidden_states[-1],
+            past_key_values=found.past_key_values,
+            hidden_states=states,
+            attentions=found.attentions,
+        )
+        return cast(Any, out.to_tuple()) if tupled else out
 
 
 AutoConfig.register("tokenformer", TokenFormerConfig, exist_ok=True)
+AutoModel.register(TokenFormerConfig, TokenFormerModel, exist_ok=True)
 AutoModelForCausalLM.register(TokenFormerConfig, TokenFormerForCausalLM, exist_ok=True)

@@ -1,0 +1,136 @@
+"""The icons of the study: which of them are held out, what their captions are, and all of it as arrays.
+
+Unusual: icons are held out by groups. "woman cook: dark skin tone" and "man cook" are of the group "cook", so that no
+icon is asked for whose twin was trained on. A flag is a group of its own.
+"""
+
+import json
+import lzma
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from PIL import Image
+from tokenizers import Regex
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Sequence, Split, Whitespace
+
+from tokenformer.data.images.captions import encode_captions
+from tokenformer.data.text.tokenizer import FileTokenizer, Tokenizer
+
+GENDER = re.compile(r"\b(person|man|woman|people|men|women)\b")
+HELD_OUT = 0.1  # of the groups for the test, and of the groups that are left for validation
+PARTS = ("train", "validation", "test")
+READING = {"size": 32, "mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 1.0, "interpolation": "bicubic"}
+
+
+@dataclass
+class Icons:
+    """All icons: pixels (N, size, size, 3), the part of each, which are variants of skin tone, and their captions."""
+
+    rows_of: list[dict]
+    pixels: np.ndarray
+    part: np.ndarray
+    variant: np.ndarray
+    captions: list[list[str]]  # the first is the whole one
+    tokenizer: Tokenizer
+    ids: np.ndarray  # (N, captions, context)
+    lengths: np.ndarray  # (N, captions)
+
+    @property
+    def vocab(self) -> int:
+        return self.tokenizer.vocab_size
+
+    def names(self, rows: np.ndarray) -> list[str]:
+        return [self.rows_of[row]["name"] for row in rows]
+
+    def rows(self, *parts: str, variants: bool = False) -> np.ndarray:
+        return np.nonzero(np.isin(self.part, parts) & (variants | ~self.variant))[0]
+
+
+def group_of(name: str) -> str:
+    """Return what is left of a name without gender, skin and direction.
+
+    >>> [group_of(name) for name in ("woman cook: dark skin tone", "man: bald", "flag: Chad", "family: man, boy")]
+    ['cook', '', 'flag: Chad', 'family']
+    """
+    if name.startswith("flag: "):
+        return name
+    return " ".join(GENDER.sub(" ", name.partition(":")[0]).split())
+
+
+def parts_of(rows: list[dict]) -> np.ndarray:
+    """Return the part of each icon: held-out groups are drawn once, by a fixed seed, among those of the base icons."""
+    groups = sorted({group_of(row["name"]) for row in rows if not row["skin_variant"]})
+    order = np.random.default_rng(20241023).permutation(len(groups))
+    test = round(HELD_OUT * len(groups))
+    held = test + round(HELD_OUT * (len(groups) - test))
+    part = {groups[g]: PARTS[(place < held) + (place < test)] for place, g in enumerate(order.tolist())}
+    return np.array([part[group_of(row["name"])] for row in rows])
+
+
+def captions_of(row: dict, rng: np.random.Generator, count: int) -> list[str]:
+    """Return the name with what the keywords add to it; then captions of some of these in any order."""
+    name, found = row["name"], []
+    more = [word for word in row["keywords"] if word not in name.split()]
+    for _ in range(count - 1):
+        parts = [word for word in [name, *more] if rng.random() < (0.8 if word == name else 0.6)] or [name]
+        found.append(" ".join(parts[place] for place in rng.permutation(len(parts))))
+    return [" ".join([name, *more]), *found]
+
+
+def words_tokenizer(rows: list[dict]) -> FileTokenizer:
+    """Return a tokenizer of the words that two groups of these icons share; the others are one unknown word.
+
+    A word of a single icon says nothing about another one, and would let a model learn icons by heart.
+    """
+    groups: dict[str, set[str]] = {}
+    for row in rows:
+        for word in re.findall(r"\w+", " ".join([row["name"], *row["keywords"]]).lower()):
+            groups.setdefault(word, set()).add(group_of(row["name"]))
+    known = ["<|endoftext|>", "<unk>", *sorted(word for word, some in groups.items() if len(some) > 1)]
+    made = tokenizers.Tokenizer(WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>"))
+    made.normalizer, made.pre_tokenizer = Lowercase(), Sequence([Whitespace(), Split(Regex(r"\W+"), "removed")])
+    made.add_special_tokens(["<|endoftext|>"])
+    return FileTokenizer(made.to_str(), "words")
+
+
+def read(folder: Path, *, size: int, captions: int, context: int) -> Icons:
+    """Read `emoji-captions`; icons are laid on white."""
+    with lzma.open(folder / "captions.jsonl.xz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    pixels = []
+    for path in sorted(folder.glob("images-*.webp")):
+        column = Image.open(path).convert("RGBA")
+        white = Image.alpha_composite(Image.new("RGBA", column.size, "white"), column).convert("RGB")
+        small = white.resize((size, white.height * size // 64), Image.Resampling.BOX)
+        pixels.append(np.asarray(small).reshape(-1, size, size, 3))
+    return _with_texts(rows, np.concatenate(pixels), captions, context)
+
+
+def made(count: int, *, size: int, captions: int, context: int) -> Icons:
+    """Make icons of noise in this form, to check the study with."""
+    rng = np.random.default_rng(0)
+    words = ["cook", "fox", "tree", "red", "round", "small"]
+    rows = [
+        {"name": f"{who} {words[i % 6]} {i}{tone}", "keywords": words[i % 5 :], "skin_variant": bool(tone)}
+        for i in range(count)
+        for who in ("man", "woman")
+        for tone in ("", ": dark skin tone")
+    ]
+    pixels = rng.integers(0, 256, (len(rows), size, size, 3)).astype(np.uint8)
+    return _with_texts(rows, pixels, captions, context)
+
+
+def _with_texts(rows: list[dict], pixels: np.ndarray, captions: int, context: int) -> Icons:
+    rng, part = np.random.default_rng(0), parts_of(rows)
+    texts = [captions_of(row, rng, captions) for row in rows]
+    variant = np.array([row["skin_variant"] for row in rows])
+    tokenizer = words_tokenizer([row for row, p in zip(rows, part, strict=True) if p == "train"])
+    ids, lengths = encode_captions(tokenizer, [text for some in texts for text in some], context)
+    shape = (len(rows), captions)
+    arrays = ids.reshape(*shape, context), lengths.reshape(shape)
+    return Icons(rows, pixels, part, variant, texts, tokenizer, *arrays)

@@ -1,0 +1,145 @@
+"""Pairs from every format: the same images and captions; several captions, parts, what is missing."""
+
+import csv
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokenformer.config_data import DataConfig, ImagesConfig
+from tokenformer.data.images.captions import PairSource
+from tokenformer.data.images.decode import Damaged
+from tokenformer.data.images.pairs import open_pairs, pairs_of
+from tokenformer.data.text.tokenizer import ByteTokenizer
+from tokenformer.errors import UserError
+
+ICONS = Path(__file__).parents[3] / "examples" / "icons"
+PAIRS = {"food/avocado": ["avocado", "fruit, food"], "food/bagel": ["bagel"], "animals/fox": ["fox", "face"]}
+
+
+def image(name: str) -> bytes:
+    return (ICONS / "train" / f"{name}.png").read_bytes()
+
+
+def as_csv(folder: Path, ending: str = "csv", delimiter: str = ",") -> None:
+    with open(folder / f"train.{ending}", "w", newline="") as file:
+        rows = csv.writer(file, delimiter=delimiter)
+        rows.writerow(["caption", "image", "more"])
+        rows.writerows([text, f"images/{name}.png", "x"] for name, texts in PAIRS.items() for text in texts)
+
+
+def as_jsonl(folder: Path) -> None:
+    rows = [{"image": f"images/{name}.png", "caption": texts} for name, texts in PAIRS.items()]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+
+
+def as_parquet(folder: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = {"image": [{"bytes": image(name)} for name in PAIRS], "caption": list(PAIRS.values())}
+    parquet.write_table(pyarrow.table(columns), folder / "train-0.parquet")
+
+
+def as_tar(folder: Path, more: dict[str, bytes] | None = None) -> None:
+    members = {f"{name}.png": image(name) for name in PAIRS} | {
+        f"{n}.txt": "\n".join(t).encode() for n, t in PAIRS.items()
+    }
+    with tarfile.open(folder / "train-0.tar", "w") as tar:
+        for name, data in sorted((members | (more or {})).items()):
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            tar.addfile(about, io.BytesIO(data))
+
+
+FORMS = {"csv": as_csv, "jsonl": as_jsonl, "parquet": as_parquet, "tar": as_tar}
+FORMS["tsv"] = lambda folder: as_csv(folder, "tsv", "\t")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_format_has_the_same_pairs(tmp_path, form):
+    (tmp_path / "images").symlink_to(ICONS / "train")
+    FORMS[form](tmp_path)
+    for _ in range(2):  # the second time from what was kept
+        found = pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "train"))
+        assert sorted((found.item(i), *found.captions(i)) for i in range(len(found))) == sorted(
+            (image(name), *texts) for name, texts in PAIRS.items()
+        )
+    assert len(open_pairs(DataConfig(path=str(tmp_path)), "validation")) == 0
+    held = DataConfig(path=str(tmp_path), images=ImagesConfig(hold_back=1))
+    train, validation = open_pairs(held, "train"), open_pairs(held, "validation")
+    assert len(train) == 2 and len(validation) == 1 and not set(train.labels) & set(validation.labels)
+
+
+def test_a_caption_is_drawn_by_seed_epoch_and_pair_alone_and_belongs_to_its_image(tmp_path):
+    (tmp_path / "images").symlink_to(ICONS / "train")
+    as_csv(tmp_path)
+    images = open_pairs(DataConfig(path=str(tmp_path)), "train")
+    source = PairSource(images, ByteTokenizer(), 8, ImagesConfig(crop="centre"), size=16, seed=1, training=True)
+    seen: dict[int, set[str]] = {0: set(), 1: set(), 2: set()}
+    for epoch in range(12):
+        rows = [np.array([2, 0, 1]), np.full(3, epoch)]
+        out = {name: np.empty((3, *field.shape), field.dtype) for name, field in source.fields.items()}
+        source.read(*rows, out)
+        assert out["label"].tolist() == [2, 0, 1]
+        for row, number in enumerate(out["label"].tolist()):
+            length = int(out["length"][row])
+            assert out["ids"][row, length - 1] == 0  # the end token
+            seen[number].add(ByteTokenizer().decode(out["ids"][row, : length - 1]))
+        alone = {name: np.empty((1, *field.shape), field.dtype) for name, field in source.fields.items()}
+        source.read(rows[0][1:2], rows[1][1:2], alone)
+        assert all(np.array_equal(alone[name][0], out[name][1]) for name in alone)
+    assert seen == {0: {"avocado", "fruit, "}, 1: {"bagel"}, 2: {"fox", "face"}}  # 8 tokens with the end
+
+
+def test_a_tar_with_incomplete_pairs(tmp_path):
+    as_tar(
+        tmp_path, {"a.png": image("food/bagel"), "b.txt": b"no image", "c.png": image("animals/fox"), "c.txt": b" \n"}
+    )
+    data = DataConfig(path=str(tmp_path))
+    with pytest.raises(UserError, match=r"^a has no image or no text: .*damaged=skip .*\(3 of 6\)"):
+        open_pairs(data, "train")
+    with pytest.warns(UserWarning, match="3 of 6 pairs have no image or no text: left out"):
+        assert len(open_pairs(DataConfig(path=str(tmp_path), images=ImagesConfig(damaged="skip")), "train")) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("image,caption\na.png,a dog, and a cat\n", "line 2 of .* has more cells than the first line: put quotes"),
+        ("image,caption,caption\na.png,a dog,a cat\n", "has several columns 'caption': rename all but one"),
+    ],
+)
+def test_a_table_whose_cells_would_be_lost_is_refused(tmp_path, text, sentence):
+    (tmp_path / "train.csv").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        open_pairs(DataConfig(path=str(tmp_path)), "train")
+
+
+def test_two_ways_to_write_a_path_are_one_image_and_lines_end_at_newlines(tmp_path):
+    (tmp_path / "train.csv").write_text("image,caption\na.png,one\n./a.png,two\nb/../a.png,three\n")
+    found = pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "train"))
+    assert [found.captions(i) for i in range(len(found))] == [["one", "two", "three"]]
+    (tmp_path / "train.csv").unlink()
+    (tmp_path / "train.jsonl").write_text('{"image": "a.png", "caption": "a\u2028b"}\r\n')
+    assert pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "train")).captions(0) == ["a b"]
+
+
+def test_files_of_another_kind_that_are_not_read_are_said(tmp_path):
+    (tmp_path / "images").symlink_to(ICONS / "train")
+    as_csv(tmp_path)
+    as_tar(tmp_path)
+    with pytest.warns(UserWarning, match=r"has .tar and .csv files, of which .tar are read: .*format=csv"):
+        open_pairs(DataConfig(path=str(tmp_path)), "train")
+    assert open_pairs(DataConfig(path=str(tmp_path), images=ImagesConfig(format="csv")), "train")
+
+
+def test_a_named_pipe_is_no_image_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    (tmp_path / "train.csv").write_text("image,caption\na.png,one\n")
+    with pytest.raises(Damaged, match="it is no file"):
+        pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "train")).item(0)

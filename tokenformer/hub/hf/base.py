@@ -1,0 +1,176 @@
+"""What our classes of transformers have in common: adapters, and saving with the file that needs no package of ours.
+
+Unusual: adapters of this package and those of peft have the same methods, which transformers made for peft's; a name
+belongs to one of them. `hub/remote.py` leaves out what needs the package (its `LEFT_OUT`).
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+from tokenformer.adapters import active, attach, detached, remove
+from tokenformer.errors import UserError
+from tokenformer.files import MANIFEST, write_text
+from tokenformer.hub.remote import FILE, MAPS, modeling_source
+
+try:
+    from transformers import PreTrainedModel
+    from transformers.utils import find_adapter_config_file
+except ImportError as error:
+    raise UserError(f"transformers 5.17 or newer is needed here ({error}): pip install 'tokenformer[hf]'") from None
+
+
+WHERE = ("subfolder", "revision", "token", "cache_dir", "local_files_only")  # how transformers finds a config
+UNSEEN = ("heads", "kv_heads", "theta", "tau", "switch", "layer_overrides", "rotary_fraction", "rotary_base",
+          "norm_eps", "activation", "pool", "loss", "trunks")  # fmt: skip
+
+
+def of_peft(source: Any, **where: Any) -> bool:
+    """Tell whether a folder, or a repository of the hub, holds an adapter of peft."""
+    could = os.path.isdir(source) or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source))
+    return bool(could) and find_adapter_config_file(source, **where) is not None
+
+
+def refuse_edited(folder: Any, subfolder: str | None = None) -> None:
+    """Refuse a config.json other than the one that our manifest lists: the same weights may compute something else."""
+    config = Path(str(folder), subfolder or "", "config.json")
+    manifest = config.with_name(MANIFEST)
+    if not (config.is_file() and manifest.is_file()):
+        return
+    listed, digest = manifest.read_bytes(), hashlib.sha256(config.read_bytes()).hexdigest()
+    if b'"config.json"' in listed and b'"sha256"' in listed and digest.encode() not in listed:
+        do = f"get the folder anew, or delete its {manifest.name} if you changed it yourself"
+        raise UserError(f"{config} was changed since the folder was written, so it may not fit the weights: {do}")
+
+
+def warn_of_others(given: Any, stored: Any) -> None:
+    """Say which keys of a config that was given are not those of the weights, though every shape fits."""
+    for name in UNSEEN:
+        if (ours := getattr(given, name)) != (theirs := getattr(stored, name)):
+            do = f"leave {name} out, unless you mean it"
+            warnings.warn(
+                f"{name} is {ours} here but {theirs} in the config beside the weights, so the same tensors compute "
+                f"something else: {do}",
+                stacklevel=3,
+            )
+
+
+class TokenFormerPreTrainedModel(PreTrainedModel):
+    """A model of transformers around a native one, `self.model`."""
+
+    model: Any
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_edited(pretrained_model_name_or_path, kwargs.get("subfolder"))
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if pretrained_model_name_or_path is not None:
+            with contextlib.suppress(OSError):  # weights without a config of their own
+                where = {word: kwargs[word] for word in WHERE if word in kwargs}
+                stored = cast(Any, cls.config_class).from_pretrained(pretrained_model_name_or_path, **where)
+                model = loaded[0] if isinstance(loaded, tuple) else loaded
+                warn_of_others(model.config.to_native().resolved(), stored.to_native().resolved())
+        return loaded
+
+    def load_adapter(
+        self, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load an adapter, of this package or of peft, from a folder or the hub. It counts from then on, and alone.
+
+        Load one of this package before the model is cast to another type. `set_adapter` lets several count.
+        """
+        name = adapter_name or "default"
+        if peft_model_id is None or of_peft(peft_model_id, **(kwargs.get("adapter_kwargs") or {})):
+            if name in self._ours:
+                raise UserError(f"the model has an adapter '{name}' already: give the new one another name")
+            loaded = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
+            if self._ours:
+                self.set_adapter(name)
+            return loaded
+        if not hasattr(self, "_attach"):
+            raise UserError(
+                f"{peft_model_id} is no adapter of peft, and one of TokenFormer needs the package, not its remote "
+                "code: pip install tokenformer, import tokenformer.hub.hf and load the model anew"
+            )
+        if name in getattr(self, "peft_config", {}):
+            raise UserError(f"the model has an adapter '{name}' already: give the new one another name")
+        for word, value in kwargs.items():
+            if value and word not in ("low_cpu_mem_usage", "local_files_only"):
+                raise UserError(f"{peft_model_id} is an adapter of TokenFormer, which knows no {word}: leave it out")
+        return self._attach(peft_model_id, name)
+
+    @property
+    def _ours(self) -> dict[str, Any]:
+        """The adapters of this package that are attached, by name."""
+        return getattr(self.model, "adapters", {})
+
+    def _attach(self, folder: Any, name: str) -> None:
+        attach(self.model, folder, name)
+        self.set_adapter(name)
+
+    def set_adapter(self, adapter_name: list[str] | str) -> None:
+        """Let these adapters count, each with weight 1, and no others; `tokenformer.active` gives other weights."""
+        if not self._ours:
+            return super().set_adapter(adapter_name)
+        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
+        if self._hf_peft_config_loaded:
+            theirs = [name for name in names if name not in self._ours]
+            if theirs:
+                super().set_adapter(theirs)
+                super().enable_adapters()
+            else:
+                super().disable_adapters()
+            names = [name for name in names if name in self._ours]
+        active(self.model, dict.fromkeys(names, 1.0))
+
+    def disable_adapters(self) -> None:
+        """Compute the base until `enable_adapters` or `set_adapter`."""
+        if self._hf_peft_config_loaded or not self._ours:
+            super().disable_adapters()
+        if self.model.active:
+            self._disabled = self.model.active
+            active(self.model, {})
+
+    def enable_adapters(self) -> None:
+        """Let the adapters count that did so before `disable_adapters`, with their weights."""
+        if self._hf_peft_config_loaded or not self._ours:
+            super().enable_adapters()
+        if not self.model.active:
+            before = getattr(self, "_disabled", {})
+            active(self.model, {name: weight for name, weight in before.items() if name in self._ours})
+
+    def active_adapters(self) -> list[str]:
+        """Return the names of the adapters that count; those of peft also while they are disabled."""
+        theirs = super().active_adapters() if self._hf_peft_config_loaded or not self._ours else []
+        return [*theirs, *self.model.active]
+
+    def delete_adapter(self, adapter_names: list[str] | str) -> None:
+        """Take adapters out of the model."""
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        theirs = [name for name in names if name not in self._ours]
+        if theirs or not self._ours:
+            super().delete_adapter(theirs)
+        for name in names:
+            if name in self._ours:
+                remove(self.model, name)
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Write the modelling file too, so that the folder loads without our package.
+
+        Adapters of peft are saved alone, as transformers does it; with those of this package alone nothing is saved.
+        """
+        if self._ours and not self._hf_peft_config_loaded:
+            names = ", ".join(self._ours)
+            raise UserError(
+                f"adapters are attached ({names}), which lie in folders of their own: save the base after "
+                "delete_adapter, or both as one model, tokenformer.save(tokenformer.adapters.merged(model.model), …)"
+            )
+        if is_main_process:
+            write_text(Path(save_directory) / FILE, modeling_source(self.model.config.of))
+        self.config.auto_map = MAPS[self.model.config.of]
+        with detached(self.model):  # transformers asks which adapters are active, and means peft's
+            super().save_pretrained(save_directory, is_main_process, *args, **cast(Any, kwargs))

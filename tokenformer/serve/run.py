@@ -1,0 +1,134 @@
+"""Starts a server: opens the model, listens, and ends when it is told to, after what it has begun."""
+
+import argparse
+import ipaddress
+import signal
+import socket
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenformer.errors import UserError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Address(NamedTuple):
+    """Where to listen, and who may ask."""
+
+    host: str
+    port: int
+    key: str | None = None
+    open: bool = False
+
+    @property
+    def loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def listen(self) -> socket.socket:
+        """Open the socket; who listens on a network must say who may ask."""
+        if not self.loopback and self.key is None and not self.open:
+            raise UserError(
+                f"{self.host} can be reached from other machines: give --api-key KEY, or --no-auth if all may use it"
+            )
+        if not 0 <= self.port < 1 << 16:
+            raise UserError(f"--port is {self.port}: give a number from 0 to 65,535")
+        try:
+            kind, _, protocol, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            found = socket.socket(
+                kind, socket.SOCK_STREAM, protocol
+            )  # asyncio sets TCP_NODELAY if it knows that it is TCP
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(where)
+            found.listen(2048)
+        except OSError as error:
+            raise UserError(
+                f"{self.host}, port {self.port}, is not to be had ({error.strerror}): give another --host or --port"
+            ) from None
+        return found
+
+
+def open_service(args: argparse.Namespace, address: Address) -> Any:
+    """Open the model and put it behind addresses; the socket is the last thing, so that who connects is answered."""
+    for library in ("jinja2", "starlette", "uvicorn"):
+        if find_spec(library) is None:
+            raise UserError(f"serve needs {library}: pip install 'tokenformer[serve]'")
+    from tokenformer.adapters import attach_all, split_weight
+    from tokenformer.hub.open import open_model, split_words
+    from tokenformer.infer.engine import Engine
+    from tokenformer.serve.app import Service
+    from tokenformer.serve.chat import read_template
+
+    address.listen().close()  # what is wrong with it is said before the model is read
+    source, configs, _ = split_words(args.source)
+    opened = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
+    opened.need("language")
+    opened.prepare = partial(attach_all, words=args.adapter)
+    tokenizer, template = opened.tokenizer, read_template(opened.folder)
+    model = opened.model.eval()
+    moved = [name for name, tensors in getattr(model, "adapters", {}).items() if tensors]
+    if moved:
+        raise UserError(
+            f"adapter '{moved[0]}' moves parameters of its base, so it cannot be chosen by request: merge it "
+            "(tokenformer adapter merge) and serve the result"
+        )
+    model.active = {}
+    name = args.name or Path(source).resolve().name or "model"
+    weights = [split_weight(word) for word in args.adapter]
+    models = {name: {}, **{Path(folder).resolve().name: {Path(folder).resolve().name: w} for folder, w in weights}}
+    if len(models) <= len(weights):
+        raise UserError(f"the model and an adapter are both called '{name}': give the model another --name")
+    engine = Engine(model, vocab=tokenizer.vocab_size)
+    rows = args.rows or (64 if engine.packed.device.type == "cuda" else 16)
+    return Service(
+        engine,
+        tokenizer,
+        models,
+        rows=rows,
+        queue=args.queue,
+        most=args.max_tokens,
+        template=template,
+        key=address.key,
+        hosts=LOOPBACK if address.loopback and address.key is None else None,
+    )
+
+
+def serve(service: Any, address: Address) -> int:
+    """Answer until SIGTERM or Ctrl-C; what has begun is finished. Return the exit code."""
+    import uvicorn
+
+    listening = address.listen()
+    host, port = listening.getsockname()[:2]
+    how: dict[str, Any] = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
+    config = uvicorn.Config(service.app, log_level="warning", access_log=False, **how)
+    server = uvicorn.Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    service.on_failure = stop
+    cache = service.batcher.slots.cache
+    size = 2 * cache.k.numel() * cache.k.element_size()
+    shown = f"[{host}]" if ":" in host else host
+    print(
+        f"{', '.join(service.models)}: http://{shown}:{port}/ is a page, http://{shown}:{port}/v1 the API; "
+        f"{cache.batch} texts at a time, {size / 1e9:.2f} GB of cache on {cache.k.device}; Ctrl-C ends",
+        flush=True,
+    )
+    # uvicorn raises the signal that ended it once more when all is done
+    before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.run(sockets=[listening])
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+    failed = service.batcher.failure is not None
+    service.batcher.close()
+    if failed:
+        print("tokenformer: the engine failed, and the server has ended", file=sys.stderr)
+    return int(failed)
