@@ -60,12 +60,22 @@ def warn_of_others(given: Any, stored: Any) -> None:
 
 
 class TokenFormerPreTrainedModel(PreTrainedModel):
-    """A model of transformers around a native one, `self.model`."""
+    """A model of transformers around a native one, `self.inner`."""
 
     model: Any
 
+    @property
+    def inner(self) -> Any:
+        return self.model
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [word for word in ("quantization_config", "load_in_8bit", "load_in_4bit") if kwargs.get(word)]
+        if given:
+            raise UserError(
+                f"{given[0]} is given, but such methods replace Linear layers, and a TokenFormer's parameters are "
+                "tokens: leave it out, and give dtype=torch.bfloat16 for half the memory"
+            )
         refuse_edited(pretrained_model_name_or_path, kwargs.get("subfolder"))
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         if pretrained_model_name_or_path is not None:
@@ -106,10 +116,10 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
     @property
     def _ours(self) -> dict[str, Any]:
         """The adapters of this package that are attached, by name."""
-        return getattr(self.model, "adapters", {})
+        return getattr(self.inner, "adapters", {})
 
     def _attach(self, folder: Any, name: str) -> None:
-        attach(self.model, folder, name)
+        attach(self.inner, folder, name)
         self.set_adapter(name)
 
     def set_adapter(self, adapter_name: list[str] | str) -> None:
@@ -125,28 +135,28 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
             else:
                 super().disable_adapters()
             names = [name for name in names if name in self._ours]
-        active(self.model, dict.fromkeys(names, 1.0))
+        active(self.inner, dict.fromkeys(names, 1.0))
 
     def disable_adapters(self) -> None:
         """Compute the base until `enable_adapters` or `set_adapter`."""
         if self._hf_peft_config_loaded or not self._ours:
             super().disable_adapters()
-        if self.model.active:
-            self._disabled = self.model.active
-            active(self.model, {})
+        if self.inner.active:
+            self._disabled = self.inner.active
+            active(self.inner, {})
 
     def enable_adapters(self) -> None:
         """Let the adapters count that did so before `disable_adapters`, with their weights."""
         if self._hf_peft_config_loaded or not self._ours:
             super().enable_adapters()
-        if not self.model.active:
+        if not self.inner.active:
             before = getattr(self, "_disabled", {})
-            active(self.model, {name: weight for name, weight in before.items() if name in self._ours})
+            active(self.inner, {name: weight for name, weight in before.items() if name in self._ours})
 
     def active_adapters(self) -> list[str]:
         """Return the names of the adapters that count; those of peft also while they are disabled."""
         theirs = super().active_adapters() if self._hf_peft_config_loaded or not self._ours else []
-        return [*theirs, *self.model.active]
+        return [*theirs, *self.inner.active]
 
     def delete_adapter(self, adapter_names: list[str] | str) -> None:
         """Take adapters out of the model."""
@@ -156,7 +166,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
             super().delete_adapter(theirs)
         for name in names:
             if name in self._ours:
-                remove(self.model, name)
+                remove(self.inner, name)
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Write the modelling file too, so that the folder loads without our package.
@@ -170,7 +180,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
                 "delete_adapter, or both as one model, tokenformer.save(tokenformer.adapters.merged(model.model), …)"
             )
         if is_main_process:
-            write_text(Path(save_directory) / FILE, modeling_source(self.model.config.of))
-        self.config.auto_map = MAPS[self.model.config.of]
-        with detached(self.model):  # transformers asks which adapters are active, and means peft's
+            write_text(Path(save_directory) / FILE, modeling_source(self.inner.config.of))
+        self.config.auto_map = MAPS[self.inner.config.of]
+        with detached(self.inner):  # transformers asks which adapters are active, and means peft's
             super().save_pretrained(save_directory, is_main_process, *args, **cast(Any, kwargs))

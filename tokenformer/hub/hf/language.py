@@ -141,10 +141,11 @@ class HFAttention(Attention):
             return super().mix(q_BHTC, k_BGSC, v_BGSC, view)
         kept, how = more.pop("kept_weights", None), {"scaling": self.scaling, "dropout": 0.0}
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
-        seen_BTHC, weights = interface(self, q_BHTC, k_BGSC, v_BGSC, view.mask, **how, **more)
+        seen, weights = interface(self, q_BHTC, k_BGSC, v_BGSC, view.mask, **how, **more)
         if kept is not None:
             kept.append(weights)
-        return seen_BTHC.transpose(1, 2)
+        batch, heads, positions, _ = q_BHTC.shape  # some engines return (B·T, H·C)
+        return seen.reshape(batch, positions, heads, -1).transpose(1, 2)
 
 
 def eager_attention(
@@ -177,8 +178,8 @@ class HFCache:
         return self.past.update(k, v, layer)
 
 
-class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
-    """`self.model` is the native `LanguageModel`, its tensors under `model.`; a tied head has no tensor of its own."""
+class TokenFormerLanguageModel(TokenFormerPreTrainedModel):
+    """What the two classes for language models share; `self.inner` is the native `LanguageModel`."""
 
     config_class = TokenFormerConfig
     base_model_prefix = "model"
@@ -189,19 +190,172 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
     _can_compile_fullgraph = True
     _no_split_modules = ["HFBlock"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    model: LanguageModel
-    native = LanguageModel  # what `model` is made by
-    # Trainer's label smoothing shifts the labels of classes that are named there, and of no others
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["tokenformer"] = "TokenFormerForCausalLM"
+    native = LanguageModel  # what `inner` is made by
 
     def __init__(self, config: TokenFormerConfig) -> None:
         super().__init__(config)
-        self.model = self.native(config.to_native(), seed=int(torch.randint(2**31, (), device="cpu")))
-        self.model.history = list(getattr(config, "history", None) or [])
-        for parameter in self.parameters():
+        made = self.native(config.to_native(), seed=int(torch.randint(2**31, (), device="cpu")))
+        made.history = list(getattr(config, "history", None) or [])
+        for parameter in made.parameters():
             if not parameter.is_meta:  # the native model has filled itself
                 setattr(parameter, "_is_hf_initialized", True)  # noqa: B010
+        self._hold(made)
         self.post_init()
+
+    def _hold(self, made: LanguageModel) -> None:
+        raise NotImplementedError
+
+    def inputs(
+        self,
+        ids: Tensor | None,
+        embeddings: Tensor | None,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        past: Any,
+        use_cache: bool,
+        kwargs: dict[str, Any],
+    ) -> tuple[dict[str, Any], list[Tensor] | None]:
+        """Return what the native model gets, and a list that attention weights will be added to, if they are wanted.
+
+        `output_attentions` needs eager attention: fused ones keep no weights. Keywords that are not known here go to
+        the attention function untouched.
+        """
+        given = embeddings if ids is None else ids
+        if given is None or (ids is not None and embeddings is not None):
+            raise UserError("the model reads input_ids or inputs_embeds: give one of them")
+        more = {name: value for name, value in kwargs.items() if name not in OWN}
+        wanted = kwargs.get("output_attentions")
+        weights: list[Tensor] | None = [] if (self.config.output_attentions if wanted is None else wanted) else None
+        if weights is not None:
+            if self.config._attn_implementation != "eager":
+                raise UserError(
+                    'output_attentions needs attn_implementation "eager", since fused attention keeps no weights: load '
+                    "the model so, or leave it out"
+                )
+            more["kept_weights"] = weights
+        if self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing:
+            use_cache = False
+            if past is not None:  # backward would fill it a second time
+                raise UserError("gradient checkpointing cannot fill past_key_values: leave the cache out in training")
+        before = past  # with an empty cache of our own, positions that begin anew still mean another document
+        if use_cache and past is None:
+            past = DynamicCache(config=self.config)
+        if positions is None and past is not None:
+            positions = torch.arange(given.shape[1], device=given.device) + past.get_seq_length()
+        return {
+            "ids": ids,
+            "embeddings": embeddings,
+            "positions": positions,
+            "mask": self._mask(given, mask, positions, before),
+            "cache": None if past is None else HFCache(past),
+            "more": more or None,
+        }, weights
+
+    def _mask(self, given: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:
+        """Return what each position sees, or None where that is causal attention (then flash attention is used)."""
+        seen: Any = create_causal_mask(
+            config=self.config,
+            # its shape and type alone are looked at
+            inputs_embeds=torch.empty((*given.shape[:2], 0), dtype=self.dtype, device=given.device),
+            attention_mask=mask,
+            past_key_values=past,
+            position_ids=positions if positions is None or positions.ndim == 2 else positions[None],
+            # a static cache has keys behind the last query: our None, the last query at the last key, is not its mask
+            allow_is_causal_skip=not getattr(past, "is_compileable", False),
+        )
+        if seen is None or seen.dtype == torch.bool:
+            return seen
+        return seen.to(self.inner.compute_dtype or self.dtype) if seen.is_floating_point() else seen.bool()
+
+    @contextlib.contextmanager
+    def _states(self, wanted: bool | None) -> Iterator[list[Tensor]]:
+        """Collect the inputs of all blocks and the output of the final norm, if hidden states are wanted."""
+        states: list[Tensor] = []
+        hooks = []
+        if self.config.output_hidden_states if wanted is None else wanted:
+            hooks = [b.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])) for b in self.inner.blocks]
+            hooks.append(self.inner.norm.register_forward_hook(lambda _, __, output: states.append(output)))
+        try:
+            yield states
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise what a folder did not hold, as the native model would."""
+        names = {id(parameter): name for name, parameter in self.inner.named_parameters()}
+        for parameter in module.parameters(recurse=False):
+            if not getattr(parameter, "_is_hf_initialized", False):
+                seed, name = int(torch.randint(2**31, (), device="cpu")), names.get(id(parameter), "embedding.weight")
+                parameter.copy_(initial(name, tuple(parameter.shape), self.inner.config, seed, self.inner.ends))
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        self.inner.config = dataclasses.replace(self.inner.config, vocab=embedding.num_embeddings)
+        return embedding
+
+
+class TokenFormerModel(TokenFormerLanguageModel):
+    """A language model without its output head: `last_hidden_state` is what the head would read.
+
+    Its tensors have the native model's names, so that engines which bring a head of their own (vLLM, SGLang) find those
+    of a whole model under `model.`.
+    """
+
+    @property
+    def inner(self) -> Any:
+        return self._inner
+
+    def _hold(self, made: LanguageModel) -> None:
+        made.head = None
+        self.config.follow(made)
+        self.__dict__["_inner"] = made  # not registered: its parts are
+        for name, part in made.named_children():
+            self.add_module(name, part)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A part that is replaced, such as the embedding, is replaced in the native model, too."""
+        super().__setattr__(name, value)
+        if name in self._modules:
+            setattr(self.inner, name, value)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Take what `TokenFormerForCausalLM` takes, but labels."""
+        if kwargs.get("labels") is not None:
+            raise UserError("a TokenFormerModel has no loss: use TokenFormerForCausalLM, or leave labels out")
+        caches = not self.training if use_cache is None else use_cache
+        inputs, weights = self.inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, caches, kwargs
+        )
+        with self._states(output_hidden_states) as states:
+            hidden = self.inner.hidden(**inputs)
+        found: dict[str, Any] = {"hidden_states": tuple(states) or None}
+        found["attentions"] = None if weights is None else tuple(weights)
+        past = inputs["cache"] and inputs["cache"].past
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past, **found)
+
+
+class TokenFormerForCausalLM(TokenFormerLanguageModel, GenerationMixin):
+    """`self.model` is the native `LanguageModel`, its tensors under `model.`; a tied head has no tensor of its own."""
+
+    model: LanguageModel
+    # Trainer's label smoothing shifts the labels of classes that are named there, and of no others
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["tokenformer"] = "TokenFormerForCausalLM"
+
+    def _hold(self, made: LanguageModel) -> None:
+        self.model = made
 
     @classmethod
     def from_native(cls, model: LanguageModel, **keys: Any) -> "TokenFormerForCausalLM":
@@ -234,44 +388,15 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Compute logits and loss as every causal model of transformers: `labels` are not shifted, and
         `num_items_in_batch` divides the loss. With labels and `skip_logits` (the default in training) no logits are
-        made, the loss is computed in chunks. `output_attentions` needs eager attention: fused ones keep no weights.
-        Keywords that are not known here go to the attention function untouched.
+        made, the loss is computed in chunks.
         """
-        given = inputs_embeds if input_ids is None else input_ids
-        if given is None or (input_ids is not None and inputs_embeds is not None):
-            raise UserError("the model reads input_ids or inputs_embeds: give one of them")
-        more = {name: value for name, value in kwargs.items() if name not in OWN}
-        wanted = kwargs.get("output_attentions")
-        weights: list[Tensor] | None = [] if (self.config.output_attentions if wanted is None else wanted) else None
-        if weights is not None:
-            if self.config._attn_implementation != "eager":
-                raise UserError(
-                    'output_attentions needs attn_implementation "eager", since fused attention keeps no weights: load '
-                    "the model so, or leave it out"
-                )
-            more["kept_weights"] = weights
-        past, targets = past_key_values, kwargs.get("shift_labels")
+        targets = kwargs.get("shift_labels")
         if targets is None and labels is not None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        if use_cache is None:
-            use_cache = targets is None and not self.training
-        if self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing:
-            use_cache = False
-            if past is not None:  # backward would fill it a second time
-                raise UserError("gradient checkpointing cannot fill past_key_values: leave the cache out in training")
-        before = past  # with an empty cache of our own, positions that begin anew still mean another document
-        if use_cache and past is None:
-            past = DynamicCache(config=self.config)
-        if position_ids is None and past is not None:
-            position_ids = torch.arange(given.shape[1], device=given.device) + past.get_seq_length()
-        inputs: dict[str, Any] = {
-            "ids": input_ids,
-            "embeddings": inputs_embeds,
-            "positions": position_ids,
-            "mask": self._mask(given, attention_mask, position_ids, before),
-            "cache": None if past is None else HFCache(past),
-            "more": more or None,
-        }
+        caches = targets is None and not self.training if use_cache is None else use_cache
+        inputs, weights = self.inputs(
+            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, caches, kwargs
+        )
         skip_logits = targets is not None and (self.training if skip_logits is None else skip_logits)
         logits, loss, count = cast(Any, (None, None, None))
         with self._states(output_hidden_states) as states:
@@ -294,79 +419,16 @@ class TokenFormerForCausalLM(TokenFormerPreTrainedModel, GenerationMixin):
             loss = loss / (count.clamp(min=1) if items is None else torch.as_tensor(items, device=loss.device))
         seen: Any = tuple(states) or None
         looked: Any = None if weights is None else tuple(weights)
+        past = inputs["cache"] and inputs["cache"].past
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=past, hidden_states=seen, attentions=looked
         )
-
-    def _mask(self, given: Tensor, mask: Tensor | None, positions: Tensor | None, past: Any) -> Tensor | None:
-        """Return what each position sees, or None where that is causal attention (then flash attention is used)."""
-        seen: Any = create_causal_mask(
-            config=self.config,
-            # its shape and type alone are looked at
-            inputs_embeds=torch.empty((*given.shape[:2], 0), dtype=self.dtype, device=given.device),
-            attention_mask=mask,
-            past_key_values=past,
-            position_ids=positions if positions is None or positions.ndim == 2 else positions[None],
-            # a static cache has keys behind the last query: our None, the last query at the last key, is not its mask
-            allow_is_causal_skip=not getattr(past, "is_compileable", False),
-        )
-        if seen is None or seen.dtype == torch.bool:
-            return seen
-        return seen.to(self.model.compute_dtype or self.dtype) if seen.is_floating_point() else seen.bool()
-
-    @contextlib.contextmanager
-    def _states(self, wanted: bool | None) -> Iterator[list[Tensor]]:
-        """Collect the inputs of all blocks and the output of the final norm, if hidden states are wanted."""
-        states: list[Tensor] = []
-        hooks = []
-        if self.config.output_hidden_states if wanted is None else wanted:
-            hooks = [b.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])) for b in self.model.blocks]
-            hooks.append(self.model.norm.register_forward_hook(lambda _, __, output: states.append(output)))
-        try:
-            yield states
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initialise what a folder did not hold, as the native model would."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        for parameter in module.parameters(recurse=False):
-            if not getattr(parameter, "_is_hf_initialized", False):
-                seed, name = int(torch.randint(2**31, (), device="cpu")), names.get(id(parameter), "embedding.weight")
-                parameter.copy_(initial(name, tuple(parameter.shape), self.model.config, seed, self.model.ends))
 
     def get_output_embeddings(self) -> nn.Module | None:
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
         self.model.head = new_embeddings
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        embedding = super().resize_token_embeddings(*args, **kwargs)
-        self.model.config = dataclasses.replace(self.model.config, vocab=embedding.num_embeddings)
-        return embedding
-
-
-class TokenFormerModel(TokenFormerForCausalLM):
-    """The same without the output head: `last_hidden_state` is what the head would read."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Take what `TokenFormerForCausalLM` takes, but labels."""
-        if kwargs.get("labels") is not None:
-            raise UserError("a TokenFormerModel has no loss: use TokenFormerForCausalLM, or leave labels out")
-        tupled = kwargs.pop("return_dict", None) is False
-        kwargs["output_hidden_states"], wanted = True, kwargs.get("output_hidden_states")
-        found = super().forward(*args, logits_to_keep=1, **kwargs)
-        states = found.hidden_states if (self.config.output_hidden_states if wanted is None else wanted) else None
-        out = BaseModelOutputWithPast(
-            last_hidden_state=found.hidden_states[-1],
-            past_key_values=found.past_key_values,
-            hidden_states=states,
-            attentions=found.attentions,
-        )
-        return cast(Any, out.to_tuple()) if tupled else out
 
 
 AutoConfig.register("tokenformer", TokenFormerConfig, exist_ok=True)
