@@ -4,7 +4,7 @@
 # make lint    linter and type checker alone, of the files that git knows
 # make setup   an environment in .venv with everything the tests need
 # make test-slow    soaks and the fuzzer, a quarter of an hour on two cores
-# make test-serve   the server under load and its page in a browser (Debian's chromium), some minutes
+# make test-serve   the server under load, and all pages in a browser (Debian's chromium), some minutes
 # make test-pages   the tutorial with all its steps, a quarter of an hour
 # For those who change the code for clusters: make test-hosts, two hosts on this machine (a real Slurm, network namespaces; Debian, as root)
 PYTHON ?= python3
@@ -49,7 +49,7 @@ test-pages: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_pages.py
 
 test-serve: setup browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or browser' -rs tests/serve
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or browser' -rs tests/serve tests/inside
 
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \

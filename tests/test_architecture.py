@@ -30,8 +30,9 @@ MAY = {
     "train": BELOW | {"adapters"} | OPEN,
     "eval": {"infer", "hub", "data", "models", "config"} | OPEN,
     "serve": {"infer", "hub", "adapters", "data", "models", "config"} | OPEN,
-    "cli": BELOW | {"adapters", "train", "infer", "eval", "serve"} | OPEN,
-    "__init__": BELOW | {"adapters", "errors"},
+    "inside": {"growth", "hub", "adapters", "data", "models", "config"} | OPEN,
+    "cli": BELOW | {"adapters", "train", "infer", "eval", "serve", "inside"} | OPEN,
+    "__init__": BELOW | {"adapters", "inside", "errors"},
     "__main__": {"cli"},
 }
 # optional libraries, each imported in one file; transformers in one folder

@@ -17,12 +17,22 @@ if TYPE_CHECKING:
     from tokenformer.growth.shrink import shrink as shrink
     from tokenformer.hub import load as load
     from tokenformer.hub import save as save
+    from tokenformer.inside import ablate as ablate
+    from tokenformer.inside import explore as explore
     from tokenformer.models import LanguageModel as LanguageModel
     from tokenformer.models import Pattention as Pattention
 
 _MODULES = {"UserError": "errors", "grow": "growth.model", "slice": "growth.model", "shrink": "growth.shrink"}
 _MODULES |= {"Config": "config", "ModelConfig": "config", "LanguageModel": "models", "Pattention": "models"}
-_MODULES |= {"load": "hub", "save": "hub", "attach": "adapters", "detached": "adapters", "active": "adapters"}
+_MODULES |= {
+    "explore": "inside",
+    "ablate": "inside",
+    "load": "hub",
+    "save": "hub",
+    "attach": "adapters",
+    "detached": "adapters",
+    "active": "adapters",
+}
 __all__ = list(_MODULES)
 
 

@@ -87,6 +87,31 @@ def shrink(
     return _keep_rows(model, on, kept, taus, ids, {"by": by, "across": across, "tau": tau})
 
 
+def remove_dead(model: Model, dead: Mapping[Where, Tensor]) -> Model:
+    """Return the model without tokens that were in no sum: τ is held, so it computes the same. `dead` (N,) per segment.
+
+    q, k and v of a layer keep equally many tokens, so as many go as each of the three can spare; no layer is emptied.
+    """
+    refuse_foreign(model)
+    need(model.config.kind == "tokenformer", f"kind {model.config.kind} has no parameter tokens to remove")
+    whole = dict(segments(model))
+    gone: dict[Where, int] = {}
+    for layer, name, i in whole:
+        alike = [(layer, other, i) for other, kind in PROJECTION_OF.items() if kind == PROJECTION_OF[name]]
+        gone[layer, name, i] = min(int(dead[where].sum()) for where in alike)
+    for layer, name, i in whole:  # a projection of dead tokens alone keeps one
+        parts = [where for where in whole if where[:2] == (layer, name)]
+        if sum(gone[where] for where in parts) == sum(len(whole[where].key_tokens) for where in parts) and i == 0:
+            gone[layer, name, 0] -= 1
+    need(any(gone.values()), "no token can be removed: none is dead, or not as many of q, k and v")
+    kept = {}
+    for where, segment in whole.items():
+        rows = torch.arange(len(segment.key_tokens))
+        kept[where] = rows[~torch.isin(rows, rows[dead[where]][: gone[where]])]
+    taus = {where: segment.tau for where, segment in whole.items()}
+    return _keep_rows(model, "", kept, taus, None, {"by": "explored", "tau": "hold"})
+
+
 def _budget(config: ModelConfig, targets: Mapping[str, int], ratio: float | None) -> dict[str, list[int]]:
     """How many tokens of each kind each layer keeps; across the model, only their sum counts."""
     need(config.kind == "tokenformer", f"kind {config.kind} has no parameter tokens to remove")

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tokenformer.data.text.token_names import token_names
 from tokenformer.errors import UserError
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.slots import Text
@@ -28,7 +29,6 @@ from tokenformer.infer.text import Piecewise, to_ids
 from tokenformer.parsing import parse_json
 from tokenformer.serve.batching import Answer, Batcher, Busy, Piece
 from tokenformer.serve.metrics import Metrics
-from tokenformer.serve.names import token_names
 from tokenformer.serve.protocol import Asked, Refused, Writer, Written, joined, read_request
 
 BODY = 1 << 23  # bytes of a request, at most

@@ -1,0 +1,86 @@
+"""Switch single parameter tokens off: their values count as zero, or their rows are as if they were not there."""
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenformer.config import PROJECTION_OF
+from tokenformer.errors import UserError
+from tokenformer.growth.measure import layers
+
+
+class Token(NamedTuple):
+    """A parameter token; `row` counts through the segments of its projection."""
+
+    layer: int
+    projection: str  # query, key, value, proj, ffn
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.layer}:{self.projection}:{self.row}"
+
+
+def parse_token(text: str) -> Token:
+    """Read a token as users write it.
+
+    >>> parse_token("3:ffn:120")
+    Token(layer=3, projection='ffn', row=120)
+    """
+    found = re.fullmatch(rf"(\d{{1,9}}):({'|'.join(PROJECTION_OF)}):(\d{{1,9}})", text)
+    if not found:
+        raise UserError(f"'{text[:80]}' names no parameter token: write layer:projection:token, such as 3:ffn:120")
+    return Token(int(found[1]), found[2], int(found[3]))
+
+
+def find(model: Any, token: Token) -> tuple[Any, int, int]:
+    """Return the layer of a token, its segment and its row there."""
+    for layer, name, module in layers(model):
+        if (layer, name) == token[:2]:
+            row = token.row
+            for number, segment in enumerate(module.segments):
+                if row < len(segment.key_tokens):
+                    return module, number, row
+                row -= len(segment.key_tokens)
+            raise UserError(f"{token} is not there: layer {layer}'s {name} has {token.row - row} tokens, from 0 on")
+    raise UserError(f"{token} is not there: the model has {model.config.layers} layers, from 0 on")
+
+
+@contextlib.contextmanager
+def ablate(model: Any, tokens: Iterable[Token], how: str = "value") -> Iterator[None]:
+    """Switch tokens off inside of the block: `value` (they add nothing, the norm of the others stays) or `mask` (as if
+    their rows were not there, so the others are normalised without them).
+
+    >>> from tokenformer import ModelConfig, models
+    >>> tiny = models.build(ModelConfig(layers=1, dim=16, heads=2, qkv_tokens=4, proj_tokens=4, ffn_tokens=9, vocab=64))
+    >>> with ablate(tiny, [Token(0, "ffn", 3)]):
+    ...     tiny.blocks[0].ffn.segments[0].value_tokens[3].abs().sum().item()
+    0.0
+    """
+    found = [find(model, token) for token in tokens]
+    if how not in ("value", "mask"):
+        raise UserError(f"how is '{how}': give value or mask")
+    with contextlib.ExitStack() as held:
+        if how == "value":
+            for module, segment, row in found:
+                values = module.segments[segment].value_tokens.data
+                held.callback(values[row].copy_, values[row].clone())
+                values[row].zero_()
+            yield
+            return
+        for module in {id(module): module for module, _, _ in found}.values():
+            masks = [torch.ones(len(s.key_tokens), dtype=torch.bool) for s in module.segments]
+            for other, segment, row in found:
+                if other is module:
+                    masks[segment][row] = False
+            hook = functools.partial(_masked, torch.cat(masks))
+            held.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def _masked(mask: Tensor, _module: Any, inputs: tuple, words: dict) -> tuple[tuple, dict]:
+    return inputs, {**words, "mask": mask.to(inputs[0].device)}
