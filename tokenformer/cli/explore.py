@@ -49,11 +49,9 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.inside.tally import Tally, explore
     from tokenformer.terminal import progress
 
-    for option in ("tokens", "sample", "batch"):
-        if (value := getattr(args, option)) is not None and value < 2:
-            raise UserError(f"--{option} is {value}: give 2 or more")
-    if args.switch_off < 0:
-        raise UserError(f"--switch-off is {args.switch_off}: give 0 or more")
+    for option, least in (("tokens", 2), ("sample", 2), ("batch", 1), ("switch_off", 0)):
+        if (value := getattr(args, option)) is not None and value < least:
+            raise UserError(f"--{option.replace('_', '-')} is {value}: give {least} or more")
     refuse_existing(args.out, args.force)
     refuse_overlap(args.out, args.source)
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer, device=args.device, dtype="float32")

@@ -51,17 +51,17 @@ def find(model: Any, token: Token) -> tuple[Any, int, int]:
 
 
 @contextlib.contextmanager
-def ablate(model: Any, tokens: Iterable[Token], how: str = "value") -> Iterator[None]:
-    """Switch tokens off inside of the block: `value` (they add nothing, the norm of the others stays) or `mask` (as if
-    their rows were not there, so the others are normalised without them).
+def ablate(model: Any, tokens: Iterable[Token | str], how: str = "value") -> Iterator[None]:
+    """Switch tokens off, inside of the with block: `value` (they add nothing, the norm of the others stays) or `mask`
+    (as if their rows were not there, so the others are normalised without them).
 
     >>> from tokenformer import ModelConfig, models
     >>> tiny = models.build(ModelConfig(layers=1, dim=16, heads=2, qkv_tokens=4, proj_tokens=4, ffn_tokens=9, vocab=64))
-    >>> with ablate(tiny, [Token(0, "ffn", 3)]):
+    >>> with ablate(tiny, ["0:ffn:3"]):
     ...     tiny.blocks[0].ffn.segments[0].value_tokens[3].abs().sum().item()
     0.0
     """
-    found = [find(model, token) for token in tokens]
+    found = [find(model, parse_token(token) if isinstance(token, str) else token) for token in tokens]
     if how not in ("value", "mask"):
         raise UserError(f"how is '{how}': give value or mask")
     with contextlib.ExitStack() as held:
