@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.fuzz import harm, material, mishaps, sandbox
+from tests.fuzz import asking, harm, material, mishaps, sandbox
 from tests.hub.loopback import Loopback
 from tests.parallel.conftest import free_port
 
@@ -35,7 +35,7 @@ LONGEST = 1500  # characters of a sentence
 SENTENCE = re.compile("tokenformer( [a-z]+)*: ")  # argparse names the command
 NOTICE = re.compile(" is used$")  # what was passed over
 DAMAGED = re.compile(" is damaged |^damaged images: [1-9]", re.M)  # what is named and left out, with exit code 2
-TIMES = re.compile(r'"duration_seconds": [^,}]*|[\d.,]+ (tokens/s|s\b)')
+TIMES = re.compile(r'"duration_seconds": [^,}]*|[\d.,]+ (tokens/s|s\b)|127\.0\.0\.1:\d+')  # and ports
 
 
 class Verdict(NamedTuple):
@@ -91,14 +91,17 @@ class Fuzzer:
     ) -> sandbox.Ended:
         from tokenformer.cli.main import main
 
-        port = free_port() if scenario.served else 0
+        port = free_port() if scenario.served or scenario.requests else 0
 
         def both() -> int:
             if meanwhile:
                 meanwhile()
-            if port:
+            if scenario.served:
                 Loopback(Path.cwd(), port)
-            return main([word.replace("SERVER", f"http://127.0.0.1:{port}") for word in words])
+            if scenario.requests:
+                asking.ask_later(port, scenario.requests)
+            named = [word.replace("SERVER", f"http://127.0.0.1:{port}") for word in words]
+            return main([word.replace("PORT", str(port)) for word in named])
 
         return sandbox.run(both, folder, folder.parent / "said", port=port)
 
@@ -171,6 +174,7 @@ def preload() -> None:
     """Import everything once, so that a fork costs nothing. No tensor is touched: no thread may run yet."""
     import huggingface_hub.utils  # noqa: F401
     import torch
+    import uvicorn  # noqa: F401
 
     import tokenformer
 
