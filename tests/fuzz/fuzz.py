@@ -214,7 +214,8 @@ def judge(ended: sandbox.Ended, folder: Path) -> tuple[str, str]:
     if ended.how not in ("exit 0", "exit 2"):
         return ended.how, last
     sentences = [line for line in ended.err.splitlines() if SENTENCE.match(line) and not NOTICE.search(line)]
-    if ended.how == "exit 2" and DAMAGED.search(ended.out + ended.err) and len(sentences) < 5:
+    named = [line for line in sentences if DAMAGED.search(line)]  # each image that is left out
+    if ended.how == "exit 2" and DAMAGED.search(ended.out + ended.err) and len(sentences) - len(named) < 2:
         return FINE, ""
     if ended.how == "exit 2" and (len(sentences) != 1 or len(sentences[0]) > LONGEST):
         return "no sentence", f"{len(sentences)} sentences, {len(ended.err)} characters: {last}"

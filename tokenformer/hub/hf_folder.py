@@ -6,6 +6,7 @@ what is read must be what it lists; people may edit the README, and transformers
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,15 @@ def _images(folder: Path, names: dict[str, str], config: ModelConfig) -> dict[st
     names, config = names if config.of == "image" else {}, config.trunks.get("image", config)
     path = folder / "preprocessor_config.json"
     raw = read_json(path) if path.is_file() else {}
+    if not raw:
+        do = "put the one of the base there, or call processor.save_pretrained"
+        warnings.warn(f"{folder} has no {path.name}, so pixels are made as for ImageNet: {do}", stacklevel=2)
     shorter, crop = (raw.get("size") or {}).get("shortest_edge"), raw.get("crop_size")
     cut = [crop.get(side) for side in ("height", "width")] if isinstance(crop, dict) else []
+    steps = all(raw.get(f"do_{step}", True) is True for step in ("resize", "center_crop", "rescale", "normalize"))
+    if raw and not (steps and cut and isinstance(shorter, int) and raw.get("resample") in (2, 3)):
+        do = "give size.shortest_edge, crop_size, resample 2 or 3, and no do_… that is false"
+        raise UserError(f"{path} prepares images in a way that we do not know: {do}")
     sides = [n for n in cut if isinstance(n, int)] or [side * config.patch for side in config.grid]
     found = {"classes": [names[i] for i in sorted(names, key=int)], "mean": raw.get("image_mean")}
     found |= {"size": sides[0] if sides[0] == sides[-1] else None, "std": raw.get("image_std")}

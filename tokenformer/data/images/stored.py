@@ -54,8 +54,8 @@ class Files:
                 raise Damaged("it is no file")
             with open(self.name(index), "rb") as file:
                 return file.read(MOST_BYTES + 1)
-        except OSError as error:
-            raise Damaged(f"it cannot be read ({error.strerror})") from None
+        except (OSError, ValueError) as error:  # a name with a null byte, in a table of paths
+            raise Damaged(f"it cannot be read ({getattr(error, 'strerror', error)})") from None
 
 
 class Pieces:
