@@ -83,6 +83,27 @@ def test_weights_given_to_train_are_begun_with(config_file, tmp_path, capsys):  
     assert main(again) == 0
 
 
+def test_what_no_shape_of_the_weights_shows_is_said(config_file, tmp_path, capsys):  # noqa: F811
+    small, grown = tmp_path / "small", tmp_path / "grown"
+    assert main(["train", str(config_file), "steps=0", "--out", str(tmp_path / "run")]) == 0
+    tokenformer.save(tokenformer.load(tmp_path / "run"), small)
+    tokenformer.save(tokenformer.grow(tokenformer.load(small), ffn_tokens=40, new_tokens="zero_key"), grown)
+
+    def said(start, *settings):
+        capsys.readouterr()
+        words = ["train", str(config_file), "steps=0", f"start={start}", *settings]
+        assert main([*words, "--out", str(tmp_path / f"run{len(list(tmp_path.iterdir()))}")]) == 0
+        return re.findall("model.* is .*, but .* compute something else", capsys.readouterr().out)
+
+    assert said(small) == [] and said(small, "model.ffn_tokens=40") == []  # more rows, and τ of them: documented
+    assert said(small, "model.theta=softmax", "model.heads=1") == [
+        f"model.heads is 1, but 2 in {small}: the same weights compute something else",
+        f"model.theta is softmax, but l2_norm_gelu in {small}: the same weights compute something else",
+    ]
+    (held,) = said(grown, "model.ffn_tokens=40")  # whose τ was held
+    assert held.startswith("model.tau is ") and str(32**0.5) in held and str(40**0.5) in held
+
+
 def test_a_run_given_to_train_is_checked_once_and_a_damaged_grown_one_is_not_half_used(
     config_file,  # noqa: F811
     tmp_path,

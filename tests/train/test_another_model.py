@@ -181,7 +181,7 @@ def test_a_run_of_it_starts_another_one_and_one_of_another_kind_is_refused(file,
     trainer.build()
     saved = result(tmp_path / "one")["model"]
     assert all(torch.equal(parameter, saved[name]) for name, parameter in trainer.model.named_parameters())
-    with pytest.raises(UserError, match=r"^start .* is a model of match, but one of language is needed here"):
+    with pytest.raises(UserError, match=r"^start: .* is a model of match, but one of language is needed here"):
         Trainer(load(config_file, overrides=[f"start={tmp_path / 'one'}"]), tmp_path / "three").run()
 
 
