@@ -4,6 +4,7 @@ config.json has the keys of our own config, and tensors are called `model.…`. 
 what is read must be what it lists; people may edit the README, and transformers itself writes no manifest.
 """
 
+import contextlib
 import dataclasses
 import json
 import warnings
@@ -24,7 +25,6 @@ from tokenformer.hub.remote import FILE, MAPS, modeling_source
 from tokenformer.models import LanguageModel
 from tokenformer.parsing import read_json
 
-END = "<|endoftext|>"
 INDEX = "model.safetensors.index.json"
 # what transformers itself keeps in config.json; none of it changes what the model computes
 THEIRS = (
@@ -195,21 +195,22 @@ def _special_ids(tokenizer_json: str | None, config: ModelConfig) -> tuple[dict[
         raise UserError(
             f"the tokenizer has an id {size - 1}, but the model ids below {config.vocabulary}: give its own"
         )
-    end = tokenizer.token_to_id(END)
+    end = None
+    with contextlib.suppress(UserError):  # none that we know
+        end = _end(tokenizer_json)[1]
     ids = {} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     return ids, {"suppress_tokens": list(range(size, config.vocab))} if size < config.vocab else {}
 
 
 def _tokenizer_config(config: ModelConfig, tokenizer_json: str, has_end: bool) -> dict[str, Any]:
     pair = config.of == "pair"
-    end = _end(tokenizer_json)[0] if pair else END
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.trunks["text"].context if pair else config.context,
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "right" if pair else "left",  # a batch of language is continued at its right end
         "clean_up_tokenization_spaces": False,
-        **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), end) if has_end or pair else {}),
+        **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), _end(tokenizer_json)[0]) if has_end else {}),
     }
 
 

@@ -278,5 +278,5 @@ def test_without_pillow_one_sentence_names_the_extra(tmp_path):
 
 
 def test_two_ways_to_validate_at_once_are_refused():
-    with pytest.raises(UserError, match="data.images.hold_back is 3 and validation is 'other': give one of them"):
+    with pytest.raises(UserError, match=r"data.images.hold_back is 3 and validation is 'other': give one of them"):
         ImagesConfig(hold_back=3, validation="other")
