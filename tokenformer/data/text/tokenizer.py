@@ -139,7 +139,9 @@ def with_end(tokenizer: Tokenizer) -> str:
         if isinstance(tokenizer, ByteTokenizer) or FileTokenizer(text, tokenizer.name).end_of_document == end:
             return text
     raw = json.loads(text)
-    token = next(token for token, id in tokenizer.vocabulary().items() if id == end)
+    token = next((token for token, id in tokenizer.vocabulary().items() if id == end), None)
+    if token is None:
+        raise UserError(f"tokenizer {tokenizer.name} has no id {end} to end documents with: prepare the data anew")
     a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     tokens = {token: {"id": token, "ids": [end], "tokens": [token]}}
     mark = {"type": "TemplateProcessing", "single": [a], "pair": [a, b], "special_tokens": tokens}
