@@ -162,3 +162,21 @@ def test_texts_of_a_tar_are_utf_8_and_their_lines_end_at_newlines(tmp_path):
     with pytest.warns(UserWarning, match="1 of 5 pairs have no image or no text in UTF-8: left out"):
         left = open_pairs(DataConfig(path=str(tmp_path), images=ImagesConfig(damaged="skip")), "train")
     assert pairs_of(left).captions(1) == ["one"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_pairs_that_are_held_back_depend_on_the_data_and_not_on_where_they_lie(tmp_path, monkeypatch, form):
+    folder = tmp_path / "a" / "data"
+    folder.mkdir(parents=True)
+    (folder / "images").symlink_to(ICONS / "train")
+    FORMS[form](folder)
+
+    def held(path: str) -> tuple[str, list[str]]:
+        found = open_pairs(DataConfig(path=path, images=ImagesConfig(hold_back=1)), "validation")
+        return found.fingerprint, pairs_of(found).captions(int(found.labels[0]))
+
+    expected = held(str(folder))
+    monkeypatch.chdir(tmp_path)
+    assert held("a/data") == expected
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert held("b/../b/data") == expected

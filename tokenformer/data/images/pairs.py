@@ -134,6 +134,8 @@ def _joined(rows: list[tuple[Path, tuple[str, str, list[str]]]], settings: Image
     _report(len(missing), missing[0] if missing else "", len(captions), str(rows[0][0] if rows else ""), settings)
     sizes = [os.stat(path).st_size if os.path.isfile(path) else -1 for path in captions]
     images = Files("", list(captions), sizes, np.zeros(len(captions), np.int64), [])
+    own = [os.path.relpath(path, rows[0][0]) for path in captions]  # where the folder lies does not count
+    images.fingerprint = fingerprint(os.fsencode("\0".join(own)), np.array(sizes, np.int64))
     return Pairs(images, Lines(["\n".join(texts) for texts in captions.values()]))
 
 
