@@ -182,7 +182,7 @@ def scenarios() -> dict[str, Scenario]:
             ["eval", "vision", "--images", "pictures", "--device", "cpu"], ["vision", "pictures"], ["vision/*"], True
         ),
         "compare": Scenario(
-            ["compare", "config.yml", "--transformer", "growth=[]", "--out", "new"],
+            ["compare", "config.yml", "--transformer", "growth=[]", "steps=2", "--out", "new"],
             ["config.yml", "set"],
             ["config.yml"],
             False,

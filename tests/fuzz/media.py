@@ -78,7 +78,7 @@ def scenarios() -> dict[str, Scenario]:
             False,
         ),
         "adapter-resume": Scenario(
-            ["train", "adapted", "--resume"],
+            ["train", "adapted", "--resume", "steps=3"],
             ["adapted", "long", "set"],
             ["adapted/*.yml", "adapted/*.json*", "adapted/checkpoints/last", "adapted/checkpoints/*/**/*", "long/*"],
             False,
@@ -93,7 +93,7 @@ def scenarios() -> dict[str, Scenario]:
             ["labels.txt", "index.json"],
         ),
         "images-train": Scenario(
-            ["train", "classify.yml", "--out", "new"],
+            ["train", "classify.yml", "steps=2", "--out", "new"],
             ["classify.yml", "photos"],
             ["*.yml", "photos/**/*"],
             False,
@@ -125,7 +125,7 @@ def scenarios() -> dict[str, Scenario]:
             True,
         ),
         "pair-resume": Scenario(
-            ["train", "paired", "--resume"],
+            ["train", "paired", "--resume", "steps=3"],
             ["paired", "pairs-csv"],
             ["paired/*.yml", "paired/*.json*", "paired/checkpoints/last", "paired/checkpoints/*/**/*"],
             False,
@@ -154,14 +154,18 @@ def scenarios() -> dict[str, Scenario]:
             ["templates.txt", "photos/**/*"],
         ),
         "pairs-train": Scenario(
-            ["train", "pairs.yml", "--out", "new", *whole],
+            ["train", "pairs.yml", "steps=2", "--out", "new", *whole],
             ["pairs.yml", "pairs-csv"],
             ["*.yml", "pairs-csv/*"],
             False,
             False,
         ),
         "progressive": Scenario(
-            ["train", "progressive.yml", "--out", "new"], ["progressive.yml", "set"], ["progressive.yml"], False, False
+            ["train", "progressive.yml", "steps=4", "--out", "new"],
+            ["progressive.yml", "set"],
+            ["progressive.yml"],
+            False,
+            False,
         ),
         "progressive-plan": Scenario(
             ["plan", "progressive.yml", "--gpus", "2"], ["progressive.yml"], ["progressive.yml"]
