@@ -171,8 +171,9 @@ def test_the_pairs_that_are_held_back_depend_on_the_data_and_not_on_where_they_l
     (folder / "images").symlink_to(ICONS / "train")
     FORMS[form](folder)
 
-    def held(path: str) -> tuple[str, list[str]]:
-        found = open_pairs(DataConfig(path=path, images=ImagesConfig(hold_back=1)), "validation")
+    def held(path: str, cache: str | None = None) -> tuple[str, list[str]]:
+        data = DataConfig(path=path, cache=cache, images=ImagesConfig(hold_back=1))
+        found = open_pairs(data, "validation")
         return found.fingerprint, pairs_of(found).captions(int(found.labels[0]))
 
     expected = held(str(folder))
@@ -180,3 +181,4 @@ def test_the_pairs_that_are_held_back_depend_on_the_data_and_not_on_where_they_l
     assert held("a/data") == expected
     (tmp_path / "a").rename(tmp_path / "b")
     assert held("b/../b/data") == expected
+    assert held("b/data", cache=str(tmp_path / "cache")) == expected

@@ -7,6 +7,7 @@ in a moment. An item is the bytes of an image file, or pixels (uint8) where the 
 import functools
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ class Images(Protocol):
     def __len__(self) -> int: ...
     def item(self, index: int) -> bytes | np.ndarray: ...
     def name(self, index: int) -> str: ...
+
+
+_IN_CACHE = re.compile(r"^(.+)\.[0-9a-f]{8}(?=\.images$)")  # of an unpacked file: says where the packed one lies
 
 
 class Files:
@@ -71,7 +75,7 @@ class Pieces:
     ) -> None:
         self.files, self.places, self.labels, self.classes, self.shape = list(files), places, labels, classes, shape
         self._stamps = [os.stat(file).st_mtime_ns for file in files]  # a file that was replaced is opened anew
-        names = "\0".join(Path(file).name for file in files).encode()
+        names = "\0".join(_IN_CACHE.sub(r".\1", Path(file).name) for file in files).encode()
         self.fingerprint = fingerprint(names, places, labels)
 
     def __len__(self) -> int:
