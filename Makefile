@@ -43,7 +43,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not hosts' -rs
 
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not hosts' --ignore tests/test_pages.py --durations=0 -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not gpu and not hosts' --ignore tests/test_pages.py --ignore tests/serve --durations=0 -rs
 
 test-pages: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_pages.py

@@ -93,6 +93,8 @@ class ImagesConfig(Section, section="data.images"):
         for name in ("mean", "std"):
             value = getattr(self, name)
             need(len(value) == 3, f"data.images.{name} is {value}: give three numbers")
+        both = f"data.images.hold_back is {self.hold_back} and validation is '{self.validation}'"
+        need(not (self.hold_back and self.validation), f"{both}: give one of them")
 
     @property
     def mixes(self) -> bool:

@@ -5,9 +5,9 @@ Unusual: where `tau` is absent it is √n; `resolved()` writes these numbers out
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tokenformer.strict import Section, foreign, key, need
 
@@ -22,6 +22,20 @@ OF_KIND = {  # keys that have a meaning for some kinds of model only
     "llama": ("ffn_dim", "kv_heads"),
 }
 OF = ("language", "image", "text", "pair")  # the kinds whose keys are known
+UNSEEN = (
+    "heads",
+    "kv_heads",
+    "theta",
+    "tau",
+    "switch",
+    "layer_overrides",
+    "rotary_fraction",
+    "rotary_base",
+    "norm_eps",
+    "activation",
+    "pool",
+    "loss",
+)  # fmt: skip  what no shape of a tensor shows
 PROJECTION_OF = {"query": "qkv", "key": "qkv", "value": "qkv", "proj": "proj", "ffn": "ffn"}  # of a block's layers
 
 
@@ -328,3 +342,12 @@ class ModelConfig(Section, section="model"):
 
         overrides = {i: dataclasses.replace(o, tau=scales(i)) for i, o in self.layer_overrides.items()}
         return dataclasses.replace(self, tau=scales(None), layer_overrides=overrides)
+
+
+def unlike(one: ModelConfig, other: ModelConfig, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys that differ although no shape of a tensor shows it, with both values."""
+    for name in UNSEEN:
+        if (mine := getattr(one, name)) != (theirs := getattr(other, name)):
+            yield prefix + name, mine, theirs
+    for trunk in sorted(one.trunks.keys() & other.trunks.keys()):
+        yield from unlike(one.trunks[trunk], other.trunks[trunk], f"{prefix}trunks.{trunk}.")

@@ -24,7 +24,7 @@ TENSORS = "tensors.json"  # beside it: the checksum of every tensor, by file and
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 BESIDE = (
     *("config.yml", "config.json", "history.json", "state.json", "tokenizer.json", "tokenizer_config.json"),
-    *("model.safetensors.index.json", "adapter.yml"),
+    *("model.safetensors.index.json", "adapter.yml", "preprocessor_config.json"),
 )
 
 

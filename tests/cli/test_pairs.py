@@ -225,3 +225,16 @@ def test_a_text_that_is_cut_is_said_once(folder, tmp_path, capsys):
     assert main(["embed", str(folder), *words, "--out", str(tmp_path / "x.safetensors")]) == 0
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "more than the 23 tokens that the model reads" in said[0] and "'a red a red" in said[0]
+
+
+@pytest.mark.parametrize("names", [("0", "1"), ("n02119789", "n07693725")])
+def test_classes_whose_names_are_no_words_are_said(folder, tmp_path, capsys, names):
+    for name, image in zip(names, ("animals/fox", "food/bagel"), strict=True):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        shutil.copy(ICONS / "train" / f"{image}.png", tmp_path / "data" / name)
+    (tmp_path / "index.json").write_text(json.dumps({str(i): [name, f"a {i}"] for i, name in enumerate(names)}))
+    words = ["eval", str(folder), "--images", str(tmp_path / "data")]
+    assert main(words) == 0
+    assert f"the classes are called {names[0]}, {names[1]}, which are no words: name them" in capsys.readouterr().err
+    assert main([*words, "--class-index", str(tmp_path / "index.json")]) == 0
+    assert "no words" not in capsys.readouterr().err

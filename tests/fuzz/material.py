@@ -182,7 +182,7 @@ def scenarios() -> dict[str, Scenario]:
             ["eval", "vision", "--images", "pictures", "--device", "cpu"], ["vision", "pictures"], ["vision/*"], True
         ),
         "compare": Scenario(
-            ["compare", "config.yml", "--transformer", "growth=[]", "--out", "new"],
+            ["compare", "config.yml", "--transformer", "growth=[]", "steps=2", "--out", "new"],
             ["config.yml", "set"],
             ["config.yml"],
             False,
@@ -246,9 +246,13 @@ def build(folder: Path) -> None:
     with lzma.open(folder / "raw" / "b.txt.xz", "wb") as file:
         file.write(text.encode())
     (folder / "raw" / "c.txt").write_text(text[:500], encoding="utf-8")
+    shutil.copy(folder / "text.parquet", folder / "raw" / "d.parquet")
 
 
 def _make(folder: Path, text: str) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
     from tokenformer.config import ModelConfig
     from tokenformer.data.text.tokenizer import train_tokenizer
     from tokenformer.hub import save
@@ -260,6 +264,7 @@ def _make(folder: Path, text: str) -> None:
         model = build_model(ModelConfig(**shape, context=context), seed=1)
         save(model, folder / name, format=format, tokenizer_json=tokenizer)
     media.build(folder, tokenizer)
+    parquet.write_table(pyarrow.table({"text": text.split("\n\n")}), folder / "text.parquet")
     for number in range(6):
         path = folder / "pictures" / "val" / pictures.CLASSES[pictures.label(number)] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

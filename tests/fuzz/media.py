@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.data.images import pictures
+from tests.fuzz import asking
 
 SHAPE = {"layers": 1, "dim": 16, "heads": 2, "qkv_tokens": 8, "proj_tokens": 8, "ffn_tokens": 12}
 CPU = ["--device", "cpu"]
 RUN = {"steps": 2, "batch": 4, "train": {"device": "cpu", "precision": "fp32"}, "validation": {"samples": 2}}
+ASKED = "requests.jsonl"
 TEXTS = ["an ant", "a bee", "a cat on a mat, “Ah!”"]
 PROGRESSIVE = """\
 model: {layers: 2, dim: 16, heads: 2, qkv_tokens: 32, proj_tokens: 16, ffn_tokens: 48, context: 32, vocab: 384}
@@ -33,12 +35,14 @@ class Scenario(NamedTuple):
     output: bool = True  # whether what is printed can be compared
     served: bool = False  # whether there is a server
     elsewhere: bool = False  # what vouches for the result is not harmed: success gives the good result always
+    requests: str = ""  # a file of what a server is asked; it must listen at PORT
 
 
 def scenarios() -> dict[str, Scenario]:
     """By name."""
     texts, whole = ["--texts", "texts.txt"], ["data.images.hold_back=2"]
     fetch = ["pull", "SERVER/served", "--out"]
+    serve = ["serve", "chat", "--adapter", "adapter", "--port", "PORT", "--rows", "2", *CPU]
     found = {
         "pull": Scenario([*fetch, "out"], ["served"], ["served/*"], True, False, True),
         "pull-adapter": Scenario(
@@ -74,7 +78,7 @@ def scenarios() -> dict[str, Scenario]:
             False,
         ),
         "adapter-resume": Scenario(
-            ["train", "adapted", "--resume"],
+            ["train", "adapted", "--resume", "steps=3"],
             ["adapted", "long", "set"],
             ["adapted/*.yml", "adapted/*.json*", "adapted/checkpoints/last", "adapted/checkpoints/*/**/*", "long/*"],
             False,
@@ -89,9 +93,41 @@ def scenarios() -> dict[str, Scenario]:
             ["labels.txt", "index.json"],
         ),
         "images-train": Scenario(
-            ["train", "classify.yml", "--out", "new"],
+            ["train", "classify.yml", "steps=2", "--out", "new"],
             ["classify.yml", "photos"],
             ["*.yml", "photos/**/*"],
+            False,
+            False,
+        ),
+        "serve": Scenario(serve, ["chat", "adapter", ASKED], ["chat/*", "adapter/*"], True, requests=ASKED),
+        "serve-requests": Scenario(serve, ["chat", "adapter", ASKED], [ASKED], requests=ASKED),
+        "slurm-again": Scenario(
+            ["slurm", "pairs.yml", "--nodes", "1", "--gpus-per-node", "2", "--out", "job", "--time", "10:00"],
+            ["pairs.yml", "job.sbatch"],
+            ["job.sbatch"],
+            False,
+            False,
+        ),
+        "wide-generate": Scenario(
+            ["generate", "wide", "--prompt", "The Rabbit", "--tokens", "5", "--logprobs", *CPU],
+            ["wide"],
+            ["wide/*"],
+            True,
+        ),
+        "wide-grow": Scenario(
+            ["grow", "wide", "--vocab", "420", "--switch", "draw", "--out", "out"], ["wide"], ["wide/*"], True, False
+        ),
+        "wide-export": Scenario(["convert", "wide", "--to", "hf", "--out", "out"], ["wide"], ["wide/*"], True, False),
+        "pair-hf": Scenario(
+            ["match", "pair-hf", "shown", *texts, "--json", *CPU],
+            ["pair-hf", "shown", "texts.txt"],
+            ["pair-hf/*"],
+            True,
+        ),
+        "pair-resume": Scenario(
+            ["train", "paired", "--resume", "steps=3"],
+            ["paired", "pairs-csv"],
+            ["paired/*.yml", "paired/*.json*", "paired/checkpoints/last", "paired/checkpoints/*/**/*"],
             False,
             False,
         ),
@@ -118,14 +154,18 @@ def scenarios() -> dict[str, Scenario]:
             ["templates.txt", "photos/**/*"],
         ),
         "pairs-train": Scenario(
-            ["train", "pairs.yml", "--out", "new", *whole],
+            ["train", "pairs.yml", "steps=2", "--out", "new", *whole],
             ["pairs.yml", "pairs-csv"],
             ["*.yml", "pairs-csv/*"],
             False,
             False,
         ),
         "progressive": Scenario(
-            ["train", "progressive.yml", "--out", "new"], ["progressive.yml", "set"], ["progressive.yml"], False, False
+            ["train", "progressive.yml", "steps=4", "--out", "new"],
+            ["progressive.yml", "set"],
+            ["progressive.yml"],
+            False,
+            False,
         ),
         "progressive-plan": Scenario(
             ["plan", "progressive.yml", "--gpus", "2"], ["progressive.yml"], ["progressive.yml"]
@@ -172,8 +212,30 @@ def build(folder: Path, tokenizer: str) -> None:
     (folder / "adapter.yml").write_text("train: {precision: fp32}\nvalidation: {samples: 2, generate: 0}\n")
     assert main(["train", str(folder / "adapter.yml"), *words, "--out", str(folder / "adapted")]) == 0
     assert main(["adapter", "add", str(folder / "adapted"), "--out", str(folder / "adapter")]) == 0
-    said = folder / "adapted" / "config.yml"
-    said.write_text(said.read_text().replace(f"{folder}/", "").replace("steps: 2", "steps: 3"))
+    save(grow(model, vocab=400, ffn_tokens=28, switch="draw"), folder / "wide", tokenizer_json=tokenizer)
+    save(load(folder / "pair"), folder / "pair-hf", format="hf", tokenizer_json=tokenizer)
+    pairs = ["train", str(folder / "pairs.yml"), f"data.path={folder / 'pairs-csv'}", "data.images.hold_back=1"]
+    assert main([*pairs, "--out", str(folder / "paired")]) == 0
+    for run in ("adapted", "paired"):
+        said = folder / run / "config.yml"
+        said.write_text(said.read_text().replace(f"{folder}/", "").replace("steps: 2", "steps: 3"))
+    _served(folder)
+
+
+def _served(folder: Path) -> None:
+    """A folder with a chat template, what a server of it is asked, and a job script to write anew."""
+    from tokenformer.cli.main import main
+    from tokenformer.files import write_manifest
+
+    shutil.copytree(folder / "long", folder / "chat")
+    (folder / "chat" / "chat_template.jinja").write_text(asking.TEMPLATE)
+    (folder / "chat" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    write_manifest(folder / "chat")
+    (folder / ASKED).write_text("\n".join(json.dumps(request) for request in asking.REQUESTS))
+    job = ["slurm", str(folder / "pairs.yml"), "--nodes", "1", "--gpus-per-node", "2", "--out", str(folder / "job")]
+    assert main(job) == 0
+    with open(folder / "job.sbatch", "a") as script:
+        script.write("echo mine\n")
 
 
 def _images(folder: Path) -> None:

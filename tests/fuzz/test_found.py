@@ -19,7 +19,7 @@ from tokenformer.config import ModelConfig
 from tokenformer.data.text.indexed import Indexed
 from tokenformer.data.text.inputs import find_inputs
 from tokenformer.data.text.prepare import prepare
-from tokenformer.data.text.tokenizer import ByteTokenizer, FileTokenizer
+from tokenformer.data.text.tokenizer import ByteTokenizer, FileTokenizer, with_end
 from tokenformer.errors import UserError
 from tokenformer.eval.tasks import read_rows as task_rows
 from tokenformer.files import write_manifest
@@ -285,3 +285,13 @@ def test_more_names_than_an_image_model_has_classes_are_refused(tmp_path):
     save(model, tmp_path / "model")
     with pytest.raises(UserError, match=r"images.json names 3 classes of a model of 2: get it anew"):
         load(tmp_path / "model")
+
+
+def test_an_id_that_is_no_token_cannot_end_documents():
+    plain = json.loads(ByteTokenizer().to_json())
+    for number in (-1, 10**12):
+        with pytest.raises(UserError, match=f"tokenizer this one has no id {number} to end documents with"):
+            with_end(FileTokenizer(json.dumps(plain), "this one", number))
+    marks = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [10**6], "tokens": ["<|endoftext|>"]}}
+    template = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": marks}
+    assert FileTokenizer(json.dumps(plain | {"post_processor": template}), "this one").end_of_document == 0

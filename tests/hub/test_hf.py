@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import warnings
 
 import pytest
 import tokenizers
@@ -505,13 +506,18 @@ def test_the_growth_history_goes_through_transformers_and_back(one, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").model.history == grown.history
 
 
-def test_generate_never_chooses_a_row_that_is_no_token(tmp_path):
-    """Exactly the padding is suppressed; logits stay, and rows that a later resize appends may be chosen."""
-    model = lively(CONFIGS["one"])
+def padded(model, folder):
+    """An export with 201 tokens in a vocabulary of 256, and its tokenizer."""
     words = {f"w{i}": i for i in range(200)} | {"<|endoftext|>": 200}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenformer.save(model, tmp_path, format="hf", tokenizer_json=tokenizer.to_str())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenformer.save(model, folder, format="hf", tokenizer_json=tokenizer.to_str())
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def test_generate_never_chooses_a_row_that_is_no_token(tmp_path):
+    """Exactly the padding is suppressed; logits stay."""
+    model = lively(CONFIGS["one"])
+    loaded, _ = padded(model, tmp_path)
     assert loaded.generation_config.suppress_tokens == list(range(201, 256))
     torch.manual_seed(0)
     how = {"do_sample": True, "top_k": 0, "temperature": 50.0, "max_new_tokens": 20, "eos_token_id": None}
@@ -520,7 +526,33 @@ def test_generate_never_chooses_a_row_that_is_no_token(tmp_path):
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
     loaded.resize_token_embeddings(300, mean_resizing=False)
     found = loaded.generate(IDS.repeat(8, 1).clamp(max=200), **how)
-    assert found.max() >= 256 and not ((found > 200) & (found < 256)).any()
+    assert found.max() >= 256 and ((found > 200) & (found < 256)).any()
+
+
+def test_tokens_that_are_added_take_the_place_of_padding_and_may_be_chosen(tmp_path):
+    loaded, tokenizer = padded(lively(CONFIGS["one"]), tmp_path)
+    tokenizer.add_tokens(["<turn>"])  # gets the first id behind the others, which was padding
+    prompt, how = torch.tensor([[3, 201]]), {"max_new_tokens": 2, "pad_token_id": 0}
+    with pytest.warns(UserWarning, match=r"the prompt holds the id 201, .*resize_token_embeddings\(len\(tokenizer\)\)"):
+        loaded.generate(prompt, **how)
+    loaded.generation_config.suppress_tokens.insert(0, 7)
+    for rows, more in ((202, {}), (256, {"pad_to_multiple_of": 64}), (320, {"pad_to_multiple_of": 160})):
+        loaded.resize_token_embeddings(len(tokenizer), mean_resizing=False, **more)
+        assert loaded.config.vocab_size == rows
+        assert loaded.generation_config.suppress_tokens == [7, *range(202, rows)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded.generate(prompt, **how)
+
+
+def test_ids_that_a_growth_added_are_counted_and_the_table_around_them_is_not_resized(one):
+    wrapped = TokenFormerForCausalLM.from_native(tokenformer.grow(one[0], vocab=300))
+    assert wrapped.config.vocab_size == wrapped(IDS).logits.shape[-1] == 300
+    with pytest.raises(UserError, match="a growth added ids to this vocabulary, which would get other numbers: save"):
+        wrapped.resize_token_embeddings(310)
+    assert wrapped(IDS).logits.shape[-1] == 300
+    hidden = TokenFormerForCausalLM.from_native(tokenformer.grow(one[0], vocab=300, switch="draw"))
+    assert hidden.config.vocab_size == hidden(IDS).logits.shape[-1] == 256
 
 
 def test_a_folder_saved_over_by_transformers_loads(one, tmp_path):

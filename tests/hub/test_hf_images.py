@@ -100,6 +100,26 @@ def test_an_export_says_the_size_of_training_and_the_same_shorter_side_as_evalua
     assert size == 24 and np.array_equal(one.evaluation(picture), other.evaluation(picture))
 
 
+def test_how_pixels_are_made_is_checked_and_what_is_not_known_is_said(tmp_path):
+    model = trained()
+    model.images = IMAGES
+    save(model, tmp_path / "model", format="hf")
+    about, manifest = (tmp_path / "model" / f"{name}.json" for name in ("preprocessor_config", "manifest"))
+    said = json.loads(about.read_text())
+    about.write_text(json.dumps(said | {"image_mean": [0.4, 0.4, 0.4]}))
+    with pytest.raises(UserError, match=r"preprocessor_config.json is not the file that its manifest describes"):
+        load(tmp_path / "model")
+    manifest.unlink()
+    assert load(tmp_path / "model").images["mean"] == [0.4, 0.4, 0.4]
+    for other in ({"resample": 0}, {"do_normalize": False}, {"size": {"height": 32, "width": 32}}, {"crop_size": 32}):
+        about.write_text(json.dumps(said | other))
+        with pytest.raises(UserError, match=r"preprocessor_config.json prepares images in a way that we do not know: "):
+            load(tmp_path / "model")
+    about.unlink()
+    with pytest.warns(UserWarning, match="has no preprocessor_config.json, so pixels are made as for ImageNet"):
+        assert "mean" not in load(tmp_path / "model").images
+
+
 def test_a_grown_image_model_in_a_wrapper_is_saved_with_its_own_config(tmp_path):
     from tokenformer.hub.hf import TokenFormerForImageClassification, TokenFormerImageConfig
 

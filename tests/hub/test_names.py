@@ -13,6 +13,8 @@ from tests.hub.conftest import flip, refused, remade, write
 from tests.train.conftest import config_file, one_thread, prepared, tiny  # noqa: F401 (fixtures)
 from tokenformer import files
 from tokenformer.cli.main import main
+from tokenformer.data.text.tokenizer import ByteTokenizer, load_tokenizer
+from tokenformer.hub.open import open_model
 
 # What a name means
 
@@ -81,6 +83,27 @@ def test_weights_given_to_train_are_begun_with(config_file, tmp_path, capsys):  
     assert main(["train", str(run), "--resume", "steps=5"]) == 0 and main(["train", str(on), "--resume"]) == 0
     again = ["train", str(grown), *more, "--out", str(on), "--resume"]  # as a job script says it each time
     assert main(again) == 0
+
+
+def test_what_no_shape_of_the_weights_shows_is_said(config_file, tmp_path, capsys):  # noqa: F811
+    small, grown = tmp_path / "small", tmp_path / "grown"
+    assert main(["train", str(config_file), "steps=0", "--out", str(tmp_path / "run")]) == 0
+    tokenformer.save(tokenformer.load(tmp_path / "run"), small)
+    tokenformer.save(tokenformer.grow(tokenformer.load(small), ffn_tokens=40, new_tokens="zero_key"), grown)
+
+    def said(start, *settings):
+        capsys.readouterr()
+        words = ["train", str(config_file), "steps=0", f"start={start}", *settings]
+        assert main([*words, "--out", str(tmp_path / f"run{len(list(tmp_path.iterdir()))}")]) == 0
+        return re.findall("model.* is .*, but .* compute something else", capsys.readouterr().out)
+
+    assert said(small) == [] and said(small, "model.ffn_tokens=40") == []  # more rows, and τ of them: documented
+    assert said(small, "model.theta=softmax", "model.heads=1") == [
+        f"model.heads is 1, but 2 in {small}: the same weights compute something else",
+        f"model.theta is softmax, but l2_norm_gelu in {small}: the same weights compute something else",
+    ]
+    (held,) = said(grown, "model.ffn_tokens=40")  # whose τ was held
+    assert held.startswith("model.tau is ") and str(32**0.5) in held and str(40**0.5) in held
 
 
 def test_a_run_given_to_train_is_checked_once_and_a_damaged_grown_one_is_not_half_used(
@@ -163,3 +186,31 @@ def test_a_set_of_the_same_tokenizer_is_taken(originals, prepared, tmp_path):  #
     (rewritten / "tokenizer.json").write_text(text)
     remade(rewritten)
     assert main(["eval", str(rewritten), "--text", str(prepared), "--limit", "1", "--device", "cpu"]) == 0
+
+
+def test_the_token_that_ended_documents_in_training_ends_them_ever_after(tmp_path, capsys):
+    """Also where the tokenizer has one of a better known name: it travels beside the weights, and adds nothing."""
+    import transformers
+
+    plain = json.loads(ByteTokenizer().to_json())
+    plain["added_tokens"] = [
+        {"id": 257, "content": "<turn>", "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
+    (tmp_path / "a.txt").write_text("one two three four " * 40)
+    words = ["prepare", tmp_path / "a.txt", "--tokenizer", tmp_path / "tokenizer.json", "--end", "<turn>"]
+    assert main([str(word) for word in [*words, "--workers", 1, "--out", tmp_path, "--name", "set"]]) == 0
+    shape = "{layers: 1, dim: 16, heads: 2, qkv_tokens: 4, proj_tokens: 4, ffn_tokens: 4, vocab: 384, context: 16}"
+    words = [f"model={shape}", f"data.path={tmp_path / 'set'}", "batch=2", "steps=0", "data.split=[1]"]
+    assert main(["train", "lm/3m", *words, "train.device=cpu", "--out", str(tmp_path / "run")]) == 0
+    assert main(["grow", str(tmp_path / "run"), "--ffn-tokens", "8", "--out", str(tmp_path / "grown")]) == 0
+    assert main(["convert", str(tmp_path / "grown"), "--to", "hf", "--out", str(tmp_path / "hf")]) == 0
+    for name in ("run", "grown", "hf"):
+        assert open_model(tmp_path / name).tokenizer.end_of_document == 257
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.eos_token_id == 257 and theirs("ab")["input_ids"] == [98, 99]
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == 257
+    assert load_tokenizer(tmp_path / "tokenizer.json").end_of_document == 0
+    more = ["train", str(tmp_path / "grown"), f"data.path={tmp_path / 'set'}", "batch=2", "steps=0", "data.split=[1]"]
+    assert main([*more, "train.device=cpu", "--out", str(tmp_path / "on")]) == 0  # it is the same tokenizer

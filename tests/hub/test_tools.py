@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
+from tests.parallel.conftest import forkserver
 from tokenformer import UserError, models
 from tokenformer.config import ModelConfig
 from tokenformer.infer import Engine
 
 TINY = ModelConfig(layers=2, dim=16, heads=2, qkv_tokens=8, proj_tokens=8, ffn_tokens=[8, 8], vocab=32, context=16)
+IDS = torch.arange(12).view(2, 6)
 
 
 @pytest.mark.parametrize("path, bound", [("reference", 2e-6), ("triton", 2e-5)])
@@ -32,6 +36,47 @@ def test_every_tool_gives_what_a_plain_control_gives(path, bound):
     found = json.loads(done.stdout)
     assert len(found["far"]) == 41 and found["said"] == 1  # that projections are called one by one, once
     assert {name: error for name, error in found["far"].items() if not error < bound} == {}
+
+
+def shard_on(rank: int, parts: list[str], file: str, out: str) -> None:
+    """A rank of two that shards these parts of each block, then the model, and leaves its gradients."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    model = models.build(TINY).double()
+    for block in model.blocks:
+        for part in parts:
+            fully_shard(block.get_submodule(part))
+    fully_shard(model)
+    ids = IDS[rank : rank + 1]
+    model(ids, labels=ids).loss_sum.backward()
+    whole = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    if rank == 0:
+        torch.save(whole, out)
+    dist.destroy_process_group()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["attention.query", "attention.key", "attention.value", "attention.proj", "ffn"],
+        ["attention.key.segments.0", "ffn.segments.1", "attention.proj"],
+    ],
+    ids=["Pattention", "Segment"],
+)
+def test_two_ranks_that_shard_by_projection_or_segment_have_the_gradients_of_one(tmp_path, parts):
+    given = [(rank, parts, str(tmp_path / "store"), str(tmp_path / "gradients.pt")) for rank in range(2)]
+    ranks = [forkserver().Process(target=shard_on, args=words) for words in given]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+        assert process.exitcode == 0
+    model = models.build(TINY).double()
+    model(IDS, labels=IDS).loss_sum.backward()
+    found = torch.load(tmp_path / "gradients.pt")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad / 2, rtol=0, atol=1e-12)  # FSDP takes the mean
 
 
 @pytest.mark.parametrize("where", ["attention.value", "attention.proj"])

@@ -99,6 +99,8 @@ def test_errors_have_the_form_of_the_protocol(client):
         ({"best_of": 2}, openai.BadRequestError, "best_of"),
         ({"suffix": "end"}, openai.BadRequestError, "suffix"),
         ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"extra_body": {"min_p": 0.1}}, openai.BadRequestError, "min_p"),
+        ({"extra_body": {"repetition_penalty": 1.2}}, openai.BadRequestError, "repetition_penalty"),
         ({"presence_penalty": 0.5}, openai.BadRequestError, "presence_penalty"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"max_tokens": 1000}, openai.BadRequestError, "max_tokens"),

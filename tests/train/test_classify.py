@@ -229,6 +229,14 @@ def test_fine_tuning_at_another_size_and_with_other_classes(file, tmp_path):
     assert len(more.head.weight) == 7 and torch.equal(more.patches.weight, old["patches.weight"])
 
 
+def test_other_pixels_than_those_of_the_first_weights_are_said(file, tmp_path, capsys):
+    train(file, tmp_path / "run", "steps=0")
+    capsys.readouterr()
+    train(file, tmp_path / "on", "steps=0", f"start={tmp_path / 'run'}", "data.images.std=[0.5, 0.5, 0.5]")
+    said = [line for line in capsys.readouterr().out.splitlines() if "data.images" in line]
+    assert said == [f"data.images.std is [0.5, 0.5, 0.5], but [0.229, 0.224, 0.225] in {tmp_path / 'run'}"]
+
+
 def test_activations_may_be_recomputed(file, tmp_path):
     plain = train(file, tmp_path / "plain", "steps=3")
     again = train(file, tmp_path / "again", "steps=3", "train.activation_checkpointing=full")

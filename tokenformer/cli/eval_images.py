@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,9 @@ def measure_images(args: argparse.Namespace) -> int:
     parameters, batch = model.cost().parameters, at_once(model, args.batch)
     templates = (read_lines(args.templates, "templates", args.images) or ["{}"]) if pair else []
     if pair:
+        if rank() == 0 and all(re.fullmatch(r"\d+|n\d{8}", name) for name in names):
+            do = "name them by --class-index, or by classnames.txt beside the images"
+            print(f"the classes are called {', '.join(names[:2])}, which are no words: {do}", file=sys.stderr)
         model = ZeroShot(model, names, templates, encoder(opened.text_tokenizer, model))
     with progress(f"looking at {Path(args.images).name}", len(images), " images") as advance:
         found = answers(model, images, settings, settings.size or size, batch, advance)

@@ -4,8 +4,10 @@ config.json has the keys of our own config, and tensors are called `model.…`. 
 what is read must be what it lists; people may edit the README, and transformers itself writes no manifest.
 """
 
+import contextlib
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from tokenformer.hub.remote import FILE, MAPS, modeling_source
 from tokenformer.models import LanguageModel
 from tokenformer.parsing import read_json
 
-END = "<|endoftext|>"
 INDEX = "model.safetensors.index.json"
 # what transformers itself keeps in config.json; none of it changes what the model computes
 THEIRS = (
@@ -156,8 +157,15 @@ def _images(folder: Path, names: dict[str, str], config: ModelConfig) -> dict[st
     names, config = names if config.of == "image" else {}, config.trunks.get("image", config)
     path = folder / "preprocessor_config.json"
     raw = read_json(path) if path.is_file() else {}
+    if not raw:
+        do = "put the one of the base there, or call processor.save_pretrained"
+        warnings.warn(f"{folder} has no {path.name}, so pixels are made as for ImageNet: {do}", stacklevel=2)
     shorter, crop = (raw.get("size") or {}).get("shortest_edge"), raw.get("crop_size")
     cut = [crop.get(side) for side in ("height", "width")] if isinstance(crop, dict) else []
+    steps = all(raw.get(f"do_{step}", True) is True for step in ("resize", "center_crop", "rescale", "normalize"))
+    if raw and not (steps and cut and isinstance(shorter, int) and raw.get("resample") in (2, 3)):
+        do = "give size.shortest_edge, crop_size, resample 2 or 3, and no do_… that is false"
+        raise UserError(f"{path} prepares images in a way that we do not know: {do}")
     sides = [n for n in cut if isinstance(n, int)] or [side * config.patch for side in config.grid]
     found = {"classes": [names[i] for i in sorted(names, key=int)], "mean": raw.get("image_mean")}
     found |= {"size": sides[0] if sides[0] == sides[-1] else None, "std": raw.get("image_std")}
@@ -187,21 +195,22 @@ def _special_ids(tokenizer_json: str | None, config: ModelConfig) -> tuple[dict[
         raise UserError(
             f"the tokenizer has an id {size - 1}, but the model ids below {config.vocabulary}: give its own"
         )
-    end = tokenizer.token_to_id(END)
+    end = None
+    with contextlib.suppress(UserError):  # none that we know
+        end = _end(tokenizer_json)[1]
     ids = {} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     return ids, {"suppress_tokens": list(range(size, config.vocab))} if size < config.vocab else {}
 
 
 def _tokenizer_config(config: ModelConfig, tokenizer_json: str, has_end: bool) -> dict[str, Any]:
     pair = config.of == "pair"
-    end = _end(tokenizer_json)[0] if pair else END
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.trunks["text"].context if pair else config.context,
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "right" if pair else "left",  # a batch of language is continued at its right end
         "clean_up_tokenization_spaces": False,
-        **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), end) if has_end or pair else {}),
+        **(dict.fromkeys(("bos_token", "eos_token", "pad_token"), _end(tokenizer_json)[0]) if has_end else {}),
     }
 
 

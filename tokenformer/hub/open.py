@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenformer import config as native
-from tokenformer.data.text.tokenizer import BUNDLED, FileTokenizer, load_tokenizer, padded_vocab, same_tokenizer
+from tokenformer.data.text.tokenizer import (
+    BUNDLED,
+    FileTokenizer,
+    load_tokenizer,
+    padded_vocab,
+    same_tokenizer,
+    with_end,
+)
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, WEIGHTS, check_manifest
 from tokenformer.hub import official_config
@@ -245,7 +252,7 @@ class Opened:
     def tokenizer_json(self) -> str | None:
         """What goes beside these weights where they are written: never a guess, but released models have one."""
         if self.named is not None:
-            return self.named.to_json()
+            return with_end(self.named)
         return load_tokenizer(BUNDLED).to_json() if self._beside is None and self._released else self._beside
 
     @property

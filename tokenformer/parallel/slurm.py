@@ -13,6 +13,11 @@ from pathlib import Path
 
 from tokenformer.strict import need
 
+# what torchrun, the traps and the end of the script must agree with
+FIXED = {"nodes": "give --nodes", "signal": "give --signal-before"}
+FIXED |= dict.fromkeys(("gpus-per-node", "ntasks", "ntasks-per-node"), "give --gpus-per-node")
+FIXED |= dict.fromkeys(("array", "requeue", "no-requeue"), "leave it out")
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -77,6 +82,8 @@ def script(job: Job, run: str, arguments: list[str]) -> str:
         name, given, value = option.partition("=")
         known = re.fullmatch("[a-z][a-z-]*", name)
         need(bool(known), f"--sbatch is '{option}': give an option of sbatch as KEY=VALUE or KEY, without dashes")
+        do = FIXED.get(name)
+        need(do is None, f"--sbatch is '{option}', but the script counts on its own: {do}")
         asked[name] = value if given else True
     setup = [f"source {shlex.quote(str(Path(job.setup).absolute()))}"] if job.setup else []
     for command in job.prelude:

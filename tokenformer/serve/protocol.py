@@ -19,6 +19,8 @@ CHOICES = 128  # texts of one request, at most
 STOPS = 16
 # what a field may be that we have not: with these values it asks for nothing
 MISSING: dict[str, tuple] = {
+    "min_p": (None, 0),  # other servers and `generate` have these two
+    "repetition_penalty": (None, 1),
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -34,7 +36,7 @@ MISSING: dict[str, tuple] = {
     "prediction": (None,),
     "web_search_options": (None,),
 }
-OF_CHAT = list(MISSING)[5:]  # completions do not have them
+OF_CHAT = list(MISSING)[7:]  # completions do not have them
 
 
 class Refused(Exception):

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenformer.config import Config
 from tokenformer.data.loader import Batch
 from tokenformer.data.text.samples import open_sets, text_loader, text_tokenizer
-from tokenformer.data.text.tokenizer import padded_vocab
+from tokenformer.data.text.tokenizer import padded_vocab, with_end
 from tokenformer.errors import UserError
 from tokenformer.parallel.mesh import Place
 from tokenformer.train.task import Task
@@ -75,4 +75,4 @@ class LanguageTask(Task):
         return {"text": self.tokenizer.decode(made[0].tolist())}
 
     def files(self) -> dict[str, str]:
-        return {"tokenizer.json": self.tokenizer.to_json()}
+        return {"tokenizer.json": with_end(self.tokenizer)}

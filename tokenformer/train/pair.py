@@ -18,7 +18,7 @@ from tokenformer.data.images.opening import some_of
 from tokenformer.data.images.pairs import open_pair_parts, pairs_of
 from tokenformer.data.images.samples import source_loader
 from tokenformer.data.loader import Batch
-from tokenformer.data.text.tokenizer import load_tokenizer, padded_vocab
+from tokenformer.data.text.tokenizer import load_tokenizer, padded_vocab, with_end
 from tokenformer.errors import UserError
 from tokenformer.models.pair import LARGEST
 from tokenformer.ops.augment import augment_pixels
@@ -144,4 +144,4 @@ class PairTask(ImageTask):
 
     def files(self) -> dict[str, str]:
         about = json.dumps(self.about_images(), indent=1) + "\n"
-        return {"images.json": about, "tokenizer.json": self.tokenizer.to_json()}
+        return {"images.json": about, "tokenizer.json": with_end(self.tokenizer)}

@@ -1,9 +1,13 @@
 """The first values of a run's parameters: the initialisation, or other weights."""
 
+import json
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tokenformer.config import Config
+from tokenformer.config import OF_TOKENS, Config
+from tokenformer.config_model import unlike
 from tokenformer.errors import UserError
 from tokenformer.models import build as build_model
 from tokenformer.models.image import fit_tensors
@@ -37,6 +41,7 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
                 said.append("no tokenizer lies beside these weights: the data must be prepared with their own")
             if opened.located.kind != "official":  # these are language models
                 opened.need(model_config.of)
+            said += _differences(config, opened, files)
             if opened.run:
                 newest = Opened(start, locate(start, values=False))  # whose config `train RUN` took
                 if newest.config != opened.config:
@@ -69,3 +74,24 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
         return made
 
     return values, history, said
+
+
+def _differences(config: Config, opened: Any, files: dict[str, str]) -> list[str]:
+    """Return sentences about what the weights cannot show: they are of a model, or of pixels, that differ from here.
+
+    Where rows are added, τ follows their number, as documented.
+    """
+    mine, theirs, start = config.model.resolved(), opened.config.resolved(), config.start
+    sizes = [[getattr(c, key) for c in (*m.trunks.values(), m) for key in OF_TOKENS[:3]] for m in (mine, theirs)]
+    skipped = ("tau", "switch", "layer_overrides") if sizes[0] != sizes[1] else ()
+    said = [
+        f"model.{name} is {here}, but {there} in {start}: the same weights compute something else"
+        for name, here, there in unlike(mine, theirs)
+        if name.rpartition(".")[2] not in skipped
+    ]
+    if "images.json" in files:
+        now = json.loads(files["images.json"])
+        for name in ("mean", "std"):
+            if (before := opened.images.get(name, now[name])) != now[name]:
+                said.append(f"data.images.{name} is {now[name]}, but {before} in {start}")
+    return said

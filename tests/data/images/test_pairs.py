@@ -101,9 +101,9 @@ def test_a_tar_with_incomplete_pairs(tmp_path):
         tmp_path, {"a.png": image("food/bagel"), "b.txt": b"no image", "c.png": image("animals/fox"), "c.txt": b" \n"}
     )
     data = DataConfig(path=str(tmp_path))
-    with pytest.raises(UserError, match=r"^a has no image or no text: .*damaged=skip .*\(3 of 6\)"):
+    with pytest.raises(UserError, match=r"^a has no image or no text in UTF-8: .*damaged=skip .*\(3 of 6\)"):
         open_pairs(data, "train")
-    with pytest.warns(UserWarning, match="3 of 6 pairs have no image or no text: left out"):
+    with pytest.warns(UserWarning, match="3 of 6 pairs have no image or no text in UTF-8: left out"):
         assert len(open_pairs(DataConfig(path=str(tmp_path), images=ImagesConfig(damaged="skip")), "train")) == 3
 
 
@@ -143,3 +143,42 @@ def test_a_named_pipe_is_no_image_and_is_not_waited_for(tmp_path):
     (tmp_path / "train.csv").write_text("image,caption\na.png,one\n")
     with pytest.raises(Damaged, match="it is no file"):
         pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "train")).item(0)
+
+
+def test_a_path_that_no_file_can_have_is_a_damaged_image(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"image": "a\\u0000b.png", "caption": "one"}\n')
+    with pytest.raises(Damaged, match=r"it cannot be read \(embedded null byte\)"):
+        pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "train")).item(0)
+
+
+def test_texts_of_a_tar_are_utf_8_and_their_lines_end_at_newlines(tmp_path):
+    fox = image("animals/fox")
+    as_tar(tmp_path, {"a.png": fox, "a.txt": "one\u2028still one\r\ntwo".encode()})
+    found = pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "train"))
+    assert found.captions(0) == ["one\u2028still one", "two"]
+    as_tar(tmp_path, {"a.png": fox, "a.txt": "Füchse".encode("latin-1"), "b.png": fox, "b.txt": b"\xef\xbb\xbfone"})
+    with pytest.raises(UserError, match=r"^a has no image or no text in UTF-8: .*\(1 of 5\)"):
+        open_pairs(DataConfig(path=str(tmp_path)), "train")
+    with pytest.warns(UserWarning, match="1 of 5 pairs have no image or no text in UTF-8: left out"):
+        left = open_pairs(DataConfig(path=str(tmp_path), images=ImagesConfig(damaged="skip")), "train")
+    assert pairs_of(left).captions(1) == ["one"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_pairs_that_are_held_back_depend_on_the_data_and_not_on_where_they_lie(tmp_path, monkeypatch, form):
+    folder = tmp_path / "a" / "data"
+    folder.mkdir(parents=True)
+    (folder / "images").symlink_to(ICONS / "train")
+    FORMS[form](folder)
+
+    def held(path: str, cache: str | None = None) -> tuple[str, list[str]]:
+        data = DataConfig(path=path, cache=cache, images=ImagesConfig(hold_back=1))
+        found = open_pairs(data, "validation")
+        return found.fingerprint, pairs_of(found).captions(int(found.labels[0]))
+
+    expected = held(str(folder))
+    monkeypatch.chdir(tmp_path)
+    assert held("a/data") == expected
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert held("b/../b/data") == expected
+    assert held("b/data", cache=str(tmp_path / "cache")) == expected

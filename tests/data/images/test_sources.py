@@ -275,3 +275,8 @@ def test_without_pillow_one_sentence_names_the_extra(tmp_path):
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert ran.stdout == "UserError images need Pillow: pip install 'tokenformer[vision]' False\n", ran
+
+
+def test_two_ways_to_validate_at_once_are_refused():
+    with pytest.raises(UserError, match=r"data.images.hold_back is 3 and validation is 'other': give one of them"):
+        ImagesConfig(hold_back=3, validation="other")

@@ -5,6 +5,7 @@ sets (parts, held-back ones, damaged images that another one replaces) holds for
 captions: lines of `key.txt` in a tar, a list in JSON lines and Parquet, rows of the same path in CSV.
 """
 
+import codecs
 import csv
 import io
 import os
@@ -65,7 +66,7 @@ class Pairs:
         return self.images.name(index)
 
     def captions(self, index: int) -> list[str]:
-        lines = self.texts.item(index).decode("utf-8", "replace").splitlines()
+        lines = self.texts.item(index).decode("utf-8-sig", "replace").split("\n")
         return [line.strip() for line in lines if line.strip()]
 
 
@@ -133,6 +134,8 @@ def _joined(rows: list[tuple[Path, tuple[str, str, list[str]]]], settings: Image
     _report(len(missing), missing[0] if missing else "", len(captions), str(rows[0][0] if rows else ""), settings)
     sizes = [os.stat(path).st_size if os.path.isfile(path) else -1 for path in captions]
     images = Files("", list(captions), sizes, np.zeros(len(captions), np.int64), [])
+    own = [os.path.relpath(path, rows[0][0]) for path in captions]  # where the folder lies does not count
+    images.fingerprint = fingerprint(os.fsencode("\0".join(own)), np.array(sizes, np.int64))
     return Pairs(images, Lines(["\n".join(texts) for texts in captions.values()]))
 
 
@@ -140,11 +143,13 @@ def _report(missing: int, first: str, found: int, where: str, settings: ImagesCo
     """Refuse or report pairs without image or text."""
     if missing and settings.damaged == "refuse":
         raise UserError(
-            f"{first} has no image or no text: mend or remove it, or set data.images.damaged=skip to leave such pairs "
-            f"out ({missing:,} of {missing + found:,})"
+            f"{first} has no image or no text in UTF-8: mend or remove it, or set data.images.damaged=skip to leave "
+            f"such pairs out ({missing:,} of {missing + found:,})"
         )
     if missing:
-        warnings.warn(f"{missing:,} of {missing + found:,} pairs have no image or no text: left out", stacklevel=2)
+        warnings.warn(
+            f"{missing:,} of {missing + found:,} pairs have no image or no text in UTF-8: left out", stacklevel=2
+        )
     if not found:
         raise UserError(f"{where} has no pairs of images and texts: check data.path")
 
@@ -190,10 +195,14 @@ def _check_columns(name: str, columns: list[str], image: str, caption: str) -> N
 
 
 def _text_place(path: Path, _key: str, found: dict[str, tuple[int, int]]) -> tuple[int, int] | None:
-    """Return where the text of a sample lies in a tar; None if it has none, or an empty one."""
+    """Return where the text of a sample lies in a tar; None if it has none, or an empty one, or one not in UTF-8."""
     if "txt" not in found:
         return None
     offset, size = found["txt"]
     with open(path, "rb") as file:
-        empty = not os.pread(file.fileno(), min(size, 1 << 20), offset).strip()
-    return None if empty else (offset, size)
+        data = os.pread(file.fileno(), min(size, 1 << 20), offset)
+    try:
+        text, _ = codecs.utf_8_decode(data, "strict", size == len(data))  # a longer one may be cut inside a character
+    except UnicodeDecodeError:
+        return None
+    return (offset, size) if text.strip("\ufeff \t\r\n") else None

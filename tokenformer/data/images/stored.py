@@ -7,6 +7,7 @@ in a moment. An item is the bytes of an image file, or pixels (uint8) where the 
 import functools
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,9 @@ class Images(Protocol):
     def name(self, index: int) -> str: ...
 
 
+_IN_CACHE = re.compile(r"^(.+)\.[0-9a-f]{8}(?=\.images$)")  # of an unpacked file: says where the packed one lies
+
+
 class Files:
     """A file per image, below `root`."""
 
@@ -54,8 +58,8 @@ class Files:
                 raise Damaged("it is no file")
             with open(self.name(index), "rb") as file:
                 return file.read(MOST_BYTES + 1)
-        except OSError as error:
-            raise Damaged(f"it cannot be read ({error.strerror})") from None
+        except (OSError, ValueError) as error:  # a name with a null byte, in a table of paths
+            raise Damaged(f"it cannot be read ({getattr(error, 'strerror', error)})") from None
 
 
 class Pieces:
@@ -71,7 +75,7 @@ class Pieces:
     ) -> None:
         self.files, self.places, self.labels, self.classes, self.shape = list(files), places, labels, classes, shape
         self._stamps = [os.stat(file).st_mtime_ns for file in files]  # a file that was replaced is opened anew
-        names = "\0".join(Path(file).name for file in files).encode()
+        names = "\0".join(_IN_CACHE.sub(r".\1", Path(file).name) for file in files).encode()
         self.fingerprint = fingerprint(names, places, labels)
 
     def __len__(self) -> int:

@@ -86,8 +86,9 @@ class FileTokenizer:
             raise UserError(f"{name} is not a tokenizer.json ({why}): give the file or folder of one") from None
         self._inner.no_truncation()
         self._inner.no_padding()
-        self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(self.vocabulary().values(), default=-1) + 1
         self.special_ids = tuple(sorted(i for i, t in self._inner.get_added_tokens_decoder().items() if t.special))
+        end = _marked_end(text, self.vocab_size) if end is None else end
         if isinstance(end, int):
             self.end_of_document = end
             return
@@ -96,6 +97,9 @@ class FileTokenizer:
             what = f"no token '{end}'" if end else "no end-of-document token that we know"
             raise UserError(f"tokenizer {name} has {what}: name one of its tokens with --end")
         self.end_of_document = found[0]
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._inner.get_vocab(with_added_tokens=True)
 
     @cached_property
     def cuts(self) -> re.Pattern | None:
@@ -123,6 +127,40 @@ class FileTokenizer:
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def with_end(tokenizer: Tokenizer) -> str:
+    """Return the JSON that goes beside weights: it names the token that ends documents, if that is not the usual one.
+
+    A tokenizer.json has no place for it but a template, which here adds nothing to texts.
+    """
+    text, end = tokenizer.to_json(), tokenizer.end_of_document
+    with contextlib.suppress(UserError):
+        if isinstance(tokenizer, ByteTokenizer) or FileTokenizer(text, tokenizer.name).end_of_document == end:
+            return text
+    raw = json.loads(text)
+    token = next((token for token, id in tokenizer.vocabulary().items() if id == end), None)
+    if token is None:
+        raise UserError(f"tokenizer {tokenizer.name} has no id {end} to end documents with: prepare the data anew")
+    a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    tokens = {token: {"id": token, "ids": [end], "tokens": [token]}}
+    mark = {"type": "TemplateProcessing", "single": [a], "pair": [a, b], "special_tokens": tokens}
+    before = [raw["post_processor"]] if raw.get("post_processor") else []
+    raw["post_processor"] = {"type": "Sequence", "processors": [*before, mark]}
+    return json.dumps(raw, ensure_ascii=False)
+
+
+def _marked_end(text: str, vocab: int) -> int | None:
+    """Return the id of a template's only token, if texts end with it or it is not added at all."""
+    if "TemplateProcessing" not in text:
+        return None
+    found = json.loads(text).get("post_processor") or {}
+    for one in reversed(found.get("processors", [found])):
+        ids = [id for token in one.get("special_tokens", {}).values() for id in token["ids"]]
+        places = [place for place, piece in enumerate(one.get("single", [])) if "SpecialToken" in piece]
+        if len(ids) == 1 and ids[0] < vocab and places in ([], [len(one["single"]) - 1]):
+            return ids[0]
+    return None
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokenformer.adapters import active, attach, detached, remove
+from tokenformer.config_model import unlike
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, write_text
 from tokenformer.hub.remote import FILE, MAPS, modeling_source
@@ -25,8 +26,6 @@ except ImportError as error:
 
 
 WHERE = ("subfolder", "revision", "token", "cache_dir", "local_files_only")  # how transformers finds a config
-UNSEEN = ("heads", "kv_heads", "theta", "tau", "switch", "layer_overrides", "rotary_fraction", "rotary_base",
-          "norm_eps", "activation", "pool", "loss", "trunks")  # fmt: skip
 
 
 def of_peft(source: Any, **where: Any) -> bool:
@@ -49,14 +48,13 @@ def refuse_edited(folder: Any, subfolder: str | None = None) -> None:
 
 def warn_of_others(given: Any, stored: Any) -> None:
     """Say which keys of a config that was given are not those of the weights, though every shape fits."""
-    for name in UNSEEN:
-        if (ours := getattr(given, name)) != (theirs := getattr(stored, name)):
-            do = f"leave {name} out, unless you mean it"
-            warnings.warn(
-                f"{name} is {ours} here but {theirs} in the config beside the weights, so the same tensors compute "
-                f"something else: {do}",
-                stacklevel=3,
-            )
+    for name, ours, theirs in unlike(given, stored):
+        do = f"leave {name} out, unless you mean it"
+        warnings.warn(
+            f"{name} is {ours} here but {theirs} in the config beside the weights, so the same tensors compute "
+            f"something else: {do}",
+            stacklevel=3,
+        )
 
 
 class TokenFormerPreTrainedModel(PreTrainedModel):

@@ -7,6 +7,7 @@ Unusual: blocks stay native; `HFCache` gives them transformers' own cache; train
 import contextlib
 import dataclasses
 import difflib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -58,12 +59,12 @@ class TokenFormerConfig(PreTrainedConfig):
         "hidden_size": "dim",
         "num_attention_heads": "heads",
         "max_position_embeddings": "context",
-        "vocab_size": "vocab",
         "tie_word_embeddings": "tied",
     }
 
     def __init__(self, **keys: Any) -> None:
-        keys = {self.attribute_map.get(name, name): value for name, value in keys.items()}
+        known = self.attribute_map | {"vocab_size": "vocab"}
+        keys = {known.get(name, name): value for name, value in keys.items()}
         names = [field.name for field in dataclasses.fields(ModelConfig)]
         own = {name: keys.pop(name) for name in names if keys.get(name) is not None}
         for name in keys.keys() - set(names):  # transformers keeps whatever it is given: a typo would pass in silence
@@ -101,6 +102,17 @@ class TokenFormerConfig(PreTrainedConfig):
         if Path(json_file_path).name == "config.json":
             Path(json_file_path).with_name(MANIFEST).unlink(missing_ok=True)
         super().to_json_file(json_file_path, use_diff)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many logits there are; those of ids under a switch are not counted."""
+        if self.vocab is None:
+            raise AttributeError("a model of images has no vocabulary")
+        return self.vocab + (0 if self.added_switch else self.added_vocab or 0)
+
+    @vocab_size.setter
+    def vocab_size(self, size: int) -> None:
+        self.vocab = size
 
     @property
     def num_key_value_heads(self) -> int:
@@ -290,9 +302,19 @@ class TokenFormerLanguageModel(TokenFormerPreTrainedModel):
                 seed, name = int(torch.randint(2**31, (), device="cpu")), names.get(id(parameter), "embedding.weight")
                 parameter.copy_(initial(name, tuple(parameter.shape), self.inner.config, seed, self.inner.ends))
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        embedding = super().resize_token_embeddings(*args, **kwargs)
-        self.inner.config = dataclasses.replace(self.inner.config, vocab=embedding.num_embeddings)
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        before, how = self.inner.config, getattr(self, "generation_config", None)
+        if before.added_vocab:
+            do = 'save it by tokenformer.save(…, format="hf"), which makes one table, and load that'
+            raise UserError(f"a growth added ids to this vocabulary, which would get other numbers: {do}")
+        embedding = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        self.inner.config = dataclasses.replace(before, vocab=embedding.num_embeddings)
+        if new_num_tokens is not None and how is not None and how.suppress_tokens:  # no id of the tokenizer is padding
+            never, first = set(how.suppress_tokens), before.vocab
+            while first - 1 in never:
+                first -= 1
+            kept = [id for id in sorted(never) if id < first]
+            how.suppress_tokens = [*kept, *range(new_num_tokens, embedding.num_embeddings)] or None
         return embedding
 
 
@@ -429,6 +451,14 @@ class TokenFormerForCausalLM(TokenFormerLanguageModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
         self.model.head = new_embeddings
+
+    def generate(self, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        ids, how = kwargs.get("input_ids", inputs), generation_config or self.generation_config
+        never = getattr(how, "suppress_tokens", None)
+        if isinstance(ids, Tensor) and never and (found := torch.isin(ids, ids.new_tensor(never))).any():
+            do = "if its token was added, call resize_token_embeddings(len(tokenizer))"
+            warnings.warn(f"the prompt holds the id {ids[found][0]}, which is never chosen: {do}", stacklevel=2)
+        return cast(Any, super()).generate(inputs, generation_config, *args, **kwargs)
 
 
 AutoConfig.register("tokenformer", TokenFormerConfig, exist_ok=True)
