@@ -217,7 +217,10 @@ def test_an_official_file_counts_its_batch_by_gpus(capsys):
         (["plan", "lm/150m", "batch=64", "--gpus", "8", "--spare", "1.5"], "--spare is 1.5: give a share"),
         (["plan", "lm/150m", "batch=64", "--gpus", "8", "--hardware", "tpu"], "or one of a100, h100, h200, b200"),
         (["plan", "pair/b16", "--gpus", "8"], "not for model.of pair: begin with parallel.replicate"),
-        (["plan", "lm/150m", "batch=3", "micro_batch=3", "--gpus", "2048"], "no layout of 2048 GPUs has micro_batch=3 and divides"),
+        (
+            ["plan", "lm/150m", "batch=3", "micro_batch=3", "--gpus", "2048"],
+            "no layout of 2048 GPUs has micro_batch=3 and divides",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(command, message, capsys):

@@ -18,7 +18,6 @@ LOGIT = 12  # bytes of one logit in the backward pass of the loss: its logarithm
 MUON = 28  # bytes of one number while Muon updates it: gradient, momentum, direction, move, some of them twice
 KEPT = {  # per score: bytes in fp32, numbers in the compute type; bytes per row of a Pattention; numbers in backward
     "op by op": (8, 1, 0, 9),
-    "compiled": (0, 2, 0, 2),  # scores and Θ
     "selective": (0, 1, 0, 2),  # scores
     "kernels": (0, 1, 4, 3),  # scores and a statistic
 }
@@ -129,10 +128,9 @@ def row_bytes(model: ModelConfig, token: int, c: int, compiled: bool, recompute:
     numbers = [{w: sum(n for n, _ in model.segments(w, i)) / token for w in PROJECTIONS} for i in range(model.layers)]
     scores = max(3 * n["qkv"] + n["proj"] + n["ffn"] for n in numbers)
     largest = max(max(3 * n["qkv"], n["ffn"]) for n in numbers)
-    how = "selective" if recompute == "selective" else "compiled" if compiled else "op by op"
-    if compiled and token == 1:
-        how = "kernels"
-        if model.theta == "l2_norm_gelu":  # without norms: the stream twice, q, k, v and what attention gives
-            stream = c * (4 * d + 2 * kv) + 4 * model.heads
+    how = "kernels" if compiled else "selective" if recompute == "selective" else "op by op"
+    if compiled and token == 1 and model.theta == "l2_norm_gelu":
+        # without norms: the stream twice, q, k, v and what attention gives
+        stream = c * (4 * d + 2 * kv) + 4 * model.heads
     wide, narrow, row, work = KEPT[how]
     return scores * (wide + narrow * c) + sum(TIMES.values()) * row, stream, largest * work * c
