@@ -57,3 +57,10 @@ def test_the_benchmark_of_image_models():
     assert [line["model"] for line in found][:2] == ["timm:compiled:4", "vision/b16:kernels:4"] and len(found) == 4
     assert found[0]["per_flop"] == 1 and found[0]["parameters"] == found[2]["parameters"]
     assert found[0]["flops_per_image"] == found[2]["flops_per_image"] and all(line["value"] > 0 for line in found)
+
+
+def test_the_benchmark_of_token_parallel_kernels():
+    pytest.importorskip("triton")
+    found = [json.loads(line) for line in check("benchmarks/token_kernels.py")]
+    assert [line["model"] for line in found] == ["lm/3m:qkv:5:2", "lm/3m:ffn:5:4"]
+    assert all(line["furthest_from_reference"] < 1e-6 for line in found)

@@ -1,10 +1,6 @@
-"""The plan command: estimates that follow from the formulas, and a recommendation that fits."""
+"""Estimates of memory: those of the formulas, and of what was measured."""
 
-import dataclasses
-import re
-import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tokenformer.cli.main import main
 from tokenformer.config import load
-from tokenformer.errors import UserError
 from tokenformer.models import build
-from tokenformer.parallel.estimate import choose, estimate, memory
+from tokenformer.parallel.estimate import estimate, memory
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Degrees
 from tokenformer.parallel.traffic import Cut
@@ -49,38 +43,6 @@ def test_the_peak_that_was_measured_on_a_gpu_is_met(preset, samples, measured):
     assert found == pytest.approx(measured * 1e9, rel=0.15)
 
 
-def test_a_recommendation_fits_and_none_that_fits_is_faster():
-    every, best = choose(config(), 64, 80e9)
-    assert best is not None and best.total <= 72e9
-    assert best.seconds == min(e.seconds for e in every if e.total <= 72e9)
-    assert {e.degrees.pipeline for e in every} == {1, 2, 4, 8, 16, 32}
-    assert len({dataclasses.astuple(e.degrees) for e in every}) == len(every) > 10
-    assert all(e.degrees.world == 64 for e in every)
-
-
-def test_degrees_that_are_decided_leave_only_layouts_that_have_them():
-    every, best = choose(config(), 64, 80e9, fixed={"shard": 8, "pipeline": -1, "replicate": None})
-    assert best is not None and {e.degrees.shard for e in every} == {8} and len({e.degrees.pipeline for e in every}) > 1
-    with pytest.raises(UserError, match=r"no layout of 64 GPUs has parallel.shard=3 and divides .*: change one"):
-        choose(config(), 64, 80e9, fixed={"shard": 3})
-
-
-def test_thousands_of_gpus_are_planned_in_seconds():
-    begin = time.monotonic()
-    for kind in ("adamw", "muon"):
-        settings = ["batch=8192", "micro_batch=1", f"optimizer.kind={kind}"]
-        every, best = choose(load("lm/1.5b", overrides=settings), 4096, 80e9)
-        assert best is not None and best.degrees.world == 4096 and len(every) > 50
-    assert time.monotonic() - begin < 60
-
-
-def test_a_model_too_large_for_one_gpu_is_split_and_one_too_large_for_all_is_not_recommended():
-    large = load("llama/13b", overrides=["batch=1024", "micro_batch=1", "train.activation_checkpointing=full"])
-    _, best = choose(large, 16, 80e9)
-    assert best is not None and best.degrees.shard * best.degrees.token * best.degrees.pipeline >= 4
-    assert choose(large, 1, 80e9)[1] is None
-
-
 def test_schedules_hold_more_or_fewer_micro_batches():
     held = {}
     for schedule in ("gpipe", "1f1b", "interleaved"):
@@ -93,48 +55,6 @@ def test_only_the_last_stage_of_a_pipeline_holds_logits():
     cut = Cut(config("train.compile=none", "model.context=128"))  # so short that the loss is the fullest moment
     first, last = (memory(cut, Degrees(pipeline=2), stage) for stage in (0, 1))
     assert not first.get("logits") and last["logits"] > 0
-
-
-def test_the_command_prints_and_recommends(capsys):
-    command = ["plan", "lm/1.5b", "batch=512", "micro_batch=4", "--gpus", "64", "--memory", "80GB"]
-    assert main(command) == 0
-    out = capsys.readouterr().out
-    assert "recommended: parallel.replicate=" in out and "64 GPUs of 80GB, batch 512" in out
-
-
-def test_a_run_that_grows_is_planned_for_its_last_model(capsys):
-    growth = "growth=[{at: {step: 10}, qkv_tokens: 7680, proj_tokens: 7680, ffn_tokens: 30720}]"
-    command = ["plan", "lm/150m", "batch=64", "micro_batch=4", "--gpus", "8"]
-    said = []
-    for more in ([], [growth]):
-        assert main([*command, *more]) == 0
-        said.append(capsys.readouterr().out)
-    assert "planned for the model after its 1 growths" in said[1]
-    parameters = [float(re.search(r"memory: parameters ([\d.]+)", text)[1]) for text in said]
-    assert parameters[1] > 5 * parameters[0]
-
-
-def test_an_official_file_counts_its_batch_by_gpus(capsys):
-    official = Path(__file__).parents[1] / "data" / "golden" / "l2_norm_gelu" / "config.yml"
-    said = []
-    for gpus in ("2", "8"):
-        assert main(["plan", str(official), "--gpus", gpus]) == 0
-        said.append(int(re.search(r"batch (\d+)", capsys.readouterr().out)[1]))
-    assert said[1] == 4 * said[0]
-
-
-@pytest.mark.parametrize(
-    "command, message",
-    [
-        (["plan", "lm/150m", "batch=64", "--gpus", "0"], "--gpus is 0"),
-        (["plan", "lm/150m", "batch=64", "--gpus", "8", "--memory", "much"], "--memory is 'much'"),
-        (["plan", "lm/150m", "batch=64", "--gpus", "8", "--memory", "0"], "--memory is '0'"),
-        (["plan", "lm/150m", "batch=3", "micro_batch=3", "--gpus", "2048"], "no layout of 2048 GPUs divides"),
-    ],
-)
-def test_what_cannot_be_planned_is_one_sentence(command, message, capsys):
-    assert main(command) == 2
-    assert message in capsys.readouterr().err
 
 
 class Peak(TorchDispatchMode):

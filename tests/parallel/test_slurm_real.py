@@ -1,5 +1,6 @@
 """The script of `tokenformer slurm` on a real Slurm of two nodes: a job that is taken away ends as if it were not."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -106,12 +107,17 @@ def test_a_job_whose_time_is_over_puts_itself_back_into_the_queue(slurm, ran, ca
 
 
 def test_a_job_that_is_cancelled_saves_and_stays_out_of_the_queue(slurm, ran, tmp_path):
-    """A prelude, and words before python as a container has them, too."""
+    """With a prelude, words before python as a container has them, and a taken port, too."""
+    before = int(slurm("sbatch", "--hold", f"--output={tmp_path}/held", "--wrap=true").split()[-1])
+    slurm("scancel", str(before))
+    taken = socket.create_server(("", 10000 + before + 1))  # the port that the next job takes first
     setup = tmp_path / "set up.sh"
     setup.write_text("export FROM_SETUP=1\n")
     more = ["--setup", str(setup), "--prelude", "echo prelude $FROM_SETUP", "--container", "env STAND_IN=1"]
     job = Training(slurm, ran, tmp_path / "run", *more)
     job.reach(100)
+    taken.close()
+    assert int(job.number) == before + 1
     slurm("scancel", job.number)
     job.wait(lambda: "stopped by SIGTERM" in job.said())
     job.wait(lambda: job.state() == "CANCELLED")

@@ -1,10 +1,11 @@
-"""Print what the possible layouts of a training run over many GPUs need, and recommend one.
+"""Print what the possible layouts of a training run over many GPUs need, ranked by the expected time of a step.
 
-example: tokenformer plan lm/1.5b batch=512 --gpus 64 --memory 80GB
+example: tokenformer plan lm/1.5b batch=512 --gpus 64 --hardware h100
 
-For each layout: estimated peak memory of the fullest GPU, bytes that it sends and receives in a step, and the time of a
-step on GPUs of 400 TFLOP/s with 300 GB/s inside a node and 40 between nodes: rough, to compare layouts. Degrees among
-the settings (parallel.shard=8) leave only the layouts that have them.
+For each layout: estimated peak memory of the fullest GPU, bytes that it sends and receives in a step, the expected time
+of a step and what that is spent on. The micro-batch, activation checkpointing, ZeRO-2 or ZeRO-3 and where gradients add
+up are searched, too. What is among the settings (parallel.shard=8, micro_batch=4) stays as it is.
+--hardware is a100, h100, h200, b200 or a YAML file; settings such as hardware.network=25 change single figures of it.
 """
 
 import argparse
@@ -12,14 +13,19 @@ import dataclasses
 
 from tokenformer.cli.main import split_settings
 from tokenformer.errors import UserError
+from tokenformer.terminal import table
+
+HEAD = ("pipeline", "replicate", "shard", "token", "micro", "recompute", "sharding", "memory", "sent", "step", "why")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file, preset, or run folder")
     parser.add_argument("settings", nargs="*", default=[], metavar="a.b=c", help="keys laid over the config")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run")
-    parser.add_argument("--memory", default="80GB", help="memory of one GPU (default: 80GB)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs joined by a fast network (default: 8)")
+    parser.add_argument("--hardware", default="h100", help="a100, h100, h200, b200 or a YAML file (default: h100)")
+    parser.add_argument("--memory", help="memory of one GPU, such as 80GB (default: that of the hardware)")
+    parser.add_argument("--spare", type=float, default=0.1, help="share of the memory that stays free (default: 0.1)")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs joined by fast links (default: those of the hardware)")
     parser.add_argument(
         "--failures", metavar="N/HOURSh", help="of one GPU, such as 1/50000h: the useful share of a run"
     )
@@ -29,21 +35,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tokenformer.config_train import DEGREES
     from tokenformer.growth.progressive import describe, resolve
     from tokenformer.growth.stages import chain
     from tokenformer.hub.open import read_config
-    from tokenformer.parallel.estimate import choose
+    from tokenformer.parallel.choose import SEARCHED, choose, settings_of, trades
     from tokenformer.parallel.failures import describe as describe_failures
     from tokenformer.parallel.failures import mean_hours
+    from tokenformer.parallel.hardware import read_hardware
     from tokenformer.train.run import with_batch_sizes
 
     hours = mean_hours(args.failures) if args.failures else None
     for name in ("gpus", "gpus_per_node", "save_seconds", "restart_seconds"):
-        if getattr(args, name) <= 0:
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give a number above 0")
-    more, settings = split_settings(args.settings)
-    config = read_config(args.config, *more, overrides=settings, training=True)
+    if not 0 <= args.spare < 1:
+        raise UserError(f"--spare is {args.spare}: give a share of the memory from 0 to below 1, such as 0.1")
+    more, given = split_settings(args.settings)
+    figures = [s.removeprefix("hardware.") for s in given if s.startswith("hardware.")]
+    figures += [f"memory={gigabytes(args.memory)}"] if args.memory is not None else []
+    figures += [f"per_node={args.gpus_per_node}"] if args.gpus_per_node is not None else []
+    hardware = read_hardware(args.hardware, figures)
+    given = [s for s in given if not s.startswith("hardware.")]
+    config = read_config(args.config, *more, overrides=given, training=True)
     config = with_batch_sizes(config, args.gpus if config.batch is None else 1)  # official batches are per GPU
     small_first = not isinstance(config.growth, list)
     config, stages = resolve(config)
@@ -53,26 +66,42 @@ def run(args: argparse.Namespace) -> int:
     if stages:
         print(f"planned for the model after its {len(stages)} growths")
     config = dataclasses.replace(config, model=grown, growth=[])
-    asked = {s.partition("=")[0].removeprefix("parallel.") for s in settings if s.startswith("parallel.")}
-    fixed = {name: getattr(config.parallel, name) for name in DEGREES if name in asked}
-    every, best = choose(config, args.gpus, gigabytes(args.memory) * 1e9, args.gpus_per_node, fixed)
-    print(f"{args.config}: {args.gpus} GPUs of {args.memory}, batch {config.batch}")
-    names = f"{'pipeline':>8} {'replicate':>9} {'shard':>6} {'token':>6} {'micro':>6}"
-    print(f"{names} {'memory':>9} {'sent':>11} {'step':>9}")
-    for e in [e for i, e in enumerate(every) if args.all or i < 10 or e is best]:
-        d, mark = e.degrees, "  <- recommended" if e is best else ""
-        line = f"{d.pipeline:>8} {d.replicate:>9} {d.shard:>6} {d.token:>6} {e.micro_batch:>6}"
-        print(f"{line} {e.total / 1e9:>6.1f} GB {e.traffic / 1e9:>8.2f} GB {e.seconds:>7.2f} s{mark}")
+    asked = {s.partition("=")[0] for s in given}
+    every = dataclasses.asdict(config.parallel) | dataclasses.asdict(config.train) | {"micro_batch": config.micro_batch}
+    fixed = {name: every[name] for name, key in SEARCHED.items() if key in asked}
+    found, best = choose(config, args.gpus, hardware, fixed, args.spare)
+    room = hardware.memory * 1e9 * (1 - args.spare)
+    gpus = f"{args.gpus} GPU{'s' * (args.gpus > 1)} of {hardware.memory:g} GB ({args.hardware})"
+    rows = [row(e, room, e is best) for i, e in enumerate(found) if args.all or i < 10 or e is best]
+    table(HEAD, rows, f"{args.config}: {gpus}, {hardware.per_node} per node, batch {config.batch}")
     if best is None:
-        print("none fits: give more GPUs, a smaller micro_batch, or train.activation_checkpointing=full")
+        least = min(e.total for e in found) / 1e9
+        print(
+            f"none fits: the smallest needs {least:.1f} GB, and {room / 1e9:.1f} GB may be used. Give more GPUs or a "
+            "shorter model.context, or keep what is updated on the host (parallel.offload=true)"
+        )
     else:
         for what, parts in (("memory", best.memory), ("sent", best.sent)):
-            print(f"{what}: {', '.join(f'{name} {n / 1e9:.2f} GB' for name, n in parts.items()) or 'nothing'}")
-        named = {name: getattr(best.degrees, name) for name in DEGREES}
-        print("recommended:", *(f"parallel.{name}={n}" for name, n in named.items() if n > 1 or name == "replicate"))
+            said = [f"{name} {n / 1e9:.2f} GB" for name, n in parts.items() if n > 5e6]
+            print(f"{what}: {', '.join(said) or 'nothing'}")
+        for trade in trades(best, hardware):
+            print(f"instead: {trade}")
+        print("recommended:", *settings_of(best))
+    if config.parallel.offload:
+        print("parallel.offload: the time of copies between GPUs and host is not counted")
     if hours is not None:
         print(describe_failures(args.gpus, hours, args.save_seconds, args.restart_seconds))
     return 0
+
+
+def row(e, room: float, best: bool) -> tuple:
+    """Return the line of one estimate."""
+    from tokenformer.parallel.choose import reason, sharding
+
+    d, recompute = e.degrees, e.config.train.activation_checkpointing
+    sizes = (f"{e.total / 1e9:.1f} GB", f"{e.traffic / 1e9:.2f} GB", f"{e.seconds:.3f} s")
+    why = reason(e, room) + "  <- recommended" * best
+    return d.pipeline, d.replicate, d.shard, d.token, e.config.micro_batch, recompute, sharding(e), *sizes, why
 
 
 def gigabytes(text: str) -> float:

@@ -1,27 +1,23 @@
-"""What a layout will need, and which layout to choose: the peak of memory per GPU, and the time of a step.
+"""What a layout will need: the peak of memory per GPU, bytes that are sent (traffic.py), the time of a step (times.py).
 
-Unusual: memory is an estimate from what autograd keeps of each layer (within 15 % of what was measured); the time is
-rough, from traffic.py's bytes and three round figures of hardware, and only sorts layouts.
+Unusual: memory is an estimate from what autograd keeps of each layer (within 15 % of what was measured).
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
 
 from tokenformer.config import PROJECTIONS, Config, ModelConfig
-from tokenformer.errors import UserError
-from tokenformer.models.cost import cost
 from tokenformer.ops.cross_entropy import LOGITS, ROWS
-from tokenformer.parallel.gather import STACK, count_alike
-from tokenformer.parallel.mesh import Degrees, check, keeps_whole_gradients, stages
-from tokenformer.parallel.traffic import TIMES, WIDTH, Cut, Part, Rank, sent, size
+from tokenformer.parallel.gather import STACK
+from tokenformer.parallel.hardware import Hardware
+from tokenformer.parallel.mesh import Degrees, keeps_whole_gradients
+from tokenformer.parallel.times import times
+from tokenformer.parallel.traffic import TIMES, WIDTH, Cut, Rank, sent
 
 LOGIT = 12  # bytes of one logit in the backward pass of the loss: its logarithm, two gradients, all fp32
 MUON = 28  # bytes of one number while Muon updates it: gradient, momentum, direction, move, some of them twice
-FLOPS, NEAR, FAR = 4e14, 3e11, 4e10  # per second: FLOPs of a GPU, bytes inside a node, bytes between nodes
 KEPT = {  # per score: bytes in fp32, numbers in the compute type; bytes per row of a Pattention; numbers in backward
     "op by op": (8, 1, 0, 9),
-    "compiled": (0, 2, 0, 2),  # scores and Θ
     "selective": (0, 1, 0, 2),  # scores
     "kernels": (0, 1, 4, 3),  # scores and a statistic
 }
@@ -29,13 +25,13 @@ KEPT = {  # per score: bytes in fp32, numbers in the compute type; bytes per row
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one layout needs on its fullest rank: bytes of memory by what they hold, bytes sent per step by purpose."""
+    """What one layout needs on its fullest rank: bytes of memory, bytes sent per step, and seconds of a step."""
 
+    config: Config
     degrees: Degrees
-    micro_batch: int
-    memory: dict[str, int]
-    sent: dict[str, int]
-    seconds: float  # of a step, roughly
+    memory: dict[str, int]  # by what they hold
+    sent: dict[str, int]  # by purpose
+    time: dict[str, float]  # by what they are spent on
 
     @property
     def total(self) -> int:
@@ -45,9 +41,13 @@ class Estimate:
     def traffic(self) -> int:
         return sum(self.sent.values())
 
+    @property
+    def seconds(self) -> float:
+        return sum(self.time.values())
 
-def estimate(config: Config | Cut, d: Degrees, per_node: int = 8) -> Estimate:
-    """Estimate the memory and traffic of a layout with the config's batch.
+
+def estimate(config: Config | Cut, d: Degrees, hardware: Hardware = Hardware()) -> Estimate:
+    """Estimate the memory, traffic and time of a layout with the config's batch.
 
     >>> from tokenformer.config import load
     >>> one = estimate(load("lm/150m", overrides=["batch=8", "micro_batch=8"]), Degrees())
@@ -55,35 +55,26 @@ def estimate(config: Config | Cut, d: Degrees, per_node: int = 8) -> Estimate:
     (0, True)
     """
     cut = config if isinstance(config, Cut) else Cut(config)
-    micro, steps = cut.batches(d)
     token = cut.fullest(d.token)
     places = sorted({0, d.pipeline // 2, d.pipeline - 1})
     most_sent = max((sent(cut, d, Rank(p, 0, token)) for p in places), key=lambda found: sum(found.values()))
     held = max((memory(cut, d, p) for p in places), key=lambda found: sum(found.values()))
-    assert cut.config.batch is not None
-    compute = cut.config.batch * 3 * cost(cut.model).sample_flops(cut.model.length) / d.world / FLOPS
-    compute *= 4 / 3 if cut.config.train.activation_checkpointing == "full" else 1
-    compute *= 1 + (d.pipeline - 1) / steps  # ranks of a pipeline wait for the first and the last
-    shard, data = d.token * d.shard, d.world // d.pipeline  # neighbours that a message stays among
-    reach = {"token": d.token, "statistics": d.token, "gather": shard, "reduce": shard, "replicate": data, "muon": data}
-    slow = {why: FAR if reach.get(why, d.world) > per_node else NEAR for why in most_sent}
-    return Estimate(d, micro, held, most_sent, compute + sum(n / slow[why] for why, n in most_sent.items()))
+    return Estimate(cut.config, d, held, most_sent, times(cut, d, hardware, most_sent))
 
 
 def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
     """Return the peak of a rank by what it holds: what stays, and the fullest moment of a step."""
     config, model, t = cut.config, cut.model, cut.config.train
     c, token, (micro, steps) = WIDTH[t.precision], cut.fullest(d.token), cut.batches(d)
-    held = cut.stages(d, pipeline)
-    sizes = [sum(size(s, token) for s in block.values()) for _, blocks, _ in held for block in blocks]
-    rest = sum(size(s, token) for _, _, part in held for s in part.values())
+    sizes, rest = cut.sizes(d, pipeline, token)
     whole, block, rows = sum(sizes) + rest, max(sizes), micro * model.length
     moments = 8 if config.optimizer.kind == "adamw" else 4
     found = {"parameters": 4.0 * whole, "gradients": 4.0 * whole, "optimizer": moments * sum(sizes) + 8.0 * rest}
     found = {name: 0.0 if config.parallel.offload else n / d.shard for name, n in found.items()}
     full = t.activation_checkpointing == "full"
     compiled = t.compile not in (False, "none")
-    score, stream, work = row_bytes(model, d.token, c, compiled, t.activation_checkpointing)
+    how = (model, d.token, c, compiled, t.activation_checkpointing)
+    score, stream, work = cut.remember(("row", *how[1:]), lambda: row_bytes(*how))
     inside = rows * (score + stream)  # what a block's backward needs of its forward
     kept = in_flight(d, config.parallel.schedule, pipeline, steps) * len(sizes)
     kept *= rows * model.dim * c if full else inside
@@ -91,7 +82,7 @@ def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
         copies = c * (2 * block if config.parallel.reshard_after_forward else sum(sizes)) + 4 * (block + 2 * rest)
     else:
         copies = 0 if c == 4 else c * (block if full else sum(sizes))
-    last = held[-1][0] == stages(d, config.parallel) - 1
+    last = pipeline == d.pipeline - 1
     read, wide = (micro, model.classes) if model.of == "image" else (rows, model.vocab)  # by the head, and its rows
     head = last * wide * model.dim / d.token  # in the compute type, with its gradient
     logits = last * LOGIT * min(read * wide / d.token, LOGITS)
@@ -101,7 +92,7 @@ def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
     moment = {
         "loss": {"activations": kept, "weights": copies + 2 * c * head, "logits": logits},
         "backward": {"activations": kept + full * inside, "weights": copies + 4 * head, "work": rows * work},
-        "update": {"muon": MUON * _stacked(cut, d, held) if config.optimizer.kind == "muon" else 0},
+        "update": {"muon": MUON * _stacked(cut, d, pipeline) if config.optimizer.kind == "muon" else 0},
     }
     if steps == 1:  # gradients come while activations go
         moment["loss"]["gradients"] = moment["backward"]["gradients"] = 0.0
@@ -111,10 +102,10 @@ def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
     return {name: math.ceil(n) for name, n in (found | most).items()}
 
 
-def _stacked(cut: Cut, d: Degrees, held: list[tuple[int, list[Part], Part]]) -> int:
+def _stacked(cut: Cut, d: Degrees, pipeline: int) -> int:
     """Return how many numbers Muon works on at once: matrices of one shape, up to a limit."""
-    units = count_alike([block for _, blocks, _ in held for block in blocks], cut.config.optimizer.segments == "joint")
-    sizes = [(sum(math.prod(split.shape) for split in splits), n) for splits, n in units.items()]
+    units = cut.alike(d, pipeline).items()
+    sizes = [(sum(math.prod(split.shape) for split in splits), n) for splits, n in units]
     return max(max(one, min(n * one, STACK)) for one, n in sizes) // (d.shard * d.token)
 
 
@@ -137,46 +128,9 @@ def row_bytes(model: ModelConfig, token: int, c: int, compiled: bool, recompute:
     numbers = [{w: sum(n for n, _ in model.segments(w, i)) / token for w in PROJECTIONS} for i in range(model.layers)]
     scores = max(3 * n["qkv"] + n["proj"] + n["ffn"] for n in numbers)
     largest = max(max(3 * n["qkv"], n["ffn"]) for n in numbers)
-    how = "selective" if recompute == "selective" else "compiled" if compiled else "op by op"
-    if compiled and token == 1:
-        how = "kernels"
-        if model.theta == "l2_norm_gelu":  # without norms: the stream twice, q, k, v and what attention gives
-            stream = c * (4 * d + 2 * kv) + 4 * model.heads
+    how = "kernels" if compiled else "selective" if recompute == "selective" else "op by op"
+    if compiled and token == 1 and model.theta == "l2_norm_gelu":
+        # without norms: the stream twice, q, k, v and what attention gives
+        stream = c * (4 * d + 2 * kv) + 4 * model.heads
     wide, narrow, row, work = KEPT[how]
     return scores * (wide + narrow * c) + sum(TIMES.values()) * row, stream, largest * work * c
-
-
-def layouts(cut: Cut, gpus: int, per_node: int = 8) -> Iterator[Degrees]:
-    """Yield every layout that the model and the batch allow; a token degree stays inside a node."""
-
-    def divisors(n: int, most: int) -> list[int]:
-        return [i for i in range(1, min(n, most) + 1) if n % i == 0]
-
-    for token in divisors(gpus, per_node):
-        for pipeline in divisors(gpus // token, cut.model.layers):
-            for shard in divisors(gpus // token // pipeline, gpus):
-                d = Degrees(pipeline, gpus // token // pipeline // shard, shard, token)
-                try:
-                    check(cut.model, d, cut.config.parallel)
-                    cut.batches(d)
-                except UserError:
-                    continue
-                yield d
-
-
-def choose(
-    config: Config, gpus: int, room: float, per_node: int = 8, fixed: Mapping[str, int | None] | None = None
-) -> tuple[list[Estimate], Estimate | None]:
-    """Return all estimates, the fastest first, and the first that fits with a tenth of the memory to spare.
-
-    `fixed`: degrees by name that are decided already; -1 and None leave one open.
-    """
-    cut = Cut(config)
-    wanted = {name: n for name, n in (fixed or {}).items() if n not in (None, -1)}
-    found = layouts(cut, gpus, per_node)
-    every = [estimate(cut, d, per_node) for d in found if all(getattr(d, name) == n for name, n in wanted.items())]
-    if not every:
-        named = "".join(f"has parallel.{name}={n} and " for name, n in wanted.items())
-        raise UserError(f"no layout of {gpus} GPUs {named}divides the batch of {config.batch}: change one of them")
-    every.sort(key=lambda e: (e.seconds, e.degrees.token, e.total))
-    return every, next((e for e in every if e.total <= 0.9 * room), None)

@@ -5,9 +5,8 @@ come out of one reduce-scatter that splits the heads. Modules change class, not 
 R ranks, W words.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -21,129 +20,12 @@ from tokenformer.models.layers import Linear, guard_hooks, hooked, project
 from tokenformer.models.names import Name, parse
 from tokenformer.models.trunk import MLP, Attention, Block, View
 from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy
-from tokenformer.ops.pattention import Segments, normalise, statistic
+from tokenformer.parallel.collectives import Stacked, Team, copied, gathered, scattered, stack_ranks, summed
 from tokenformer.parallel.layout import Split
 from tokenformer.parallel.mesh import Place
+from tokenformer.parallel.partial import partial_group
 
-OPS = torch.ops._c10d_functional  # collectives that torch.compile can see
 TILE = 64  # kernels work on this many parameter tokens at once
-
-
-@dataclasses.dataclass(frozen=True)
-class Team:
-    """The ranks that share a layer's parameter tokens."""
-
-    group: Any  # its name
-    rank: int
-    ranks: int
-    whole: bool  # each rank holds whole segments
-
-
-# Collectives, and differentiable functions that use one in the forward and one in the backward pass
-
-
-def _same(x: Tensor, group: Any, ranks: int) -> Tensor:
-    return x.view_as(x)
-
-
-def _sum(x: Tensor, group: Any, ranks: int) -> Tensor:
-    return OPS.wait_tensor(OPS.all_reduce(x.contiguous(), "sum", group))
-
-
-def _stack(x: Tensor, group: Any, ranks: int) -> Tensor:
-    """All-gather (…) of each rank into (R, …)."""
-    return OPS.wait_tensor(OPS.all_gather_into_tensor(x.contiguous(), ranks, group)).view(ranks, *x.shape)
-
-
-def _gather_channels(x: Tensor, group: Any, ranks: int) -> Tensor:
-    """All-gather (…, C) of each rank into (…, R·C)."""
-    return _stack(x, group, ranks).movedim(0, -2).flatten(-2)
-
-
-def _scatter_channels(x: Tensor, group: Any, ranks: int) -> Tensor:
-    """Reduce-scatter (…, R·C) of each rank: the sum of this rank's (…, C)."""
-    by_rank = x.unflatten(-1, (ranks, -1)).movedim(-2, 0).contiguous()
-    return OPS.wait_tensor(OPS.reduce_scatter_tensor(by_rank, "sum", ranks, group)).view(by_rank.shape[1:])
-
-
-COLLECTIVES = {"same": _same, "sum": _sum, "gather": _gather_channels, "scatter": _scatter_channels}
-
-
-class Collective(torch.autograd.Function):
-    """One collective in the forward pass, another in the backward pass, both by name."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, ranks: int, forward: str, backward: str) -> Tensor:
-        ctx.group, ctx.ranks, ctx.back = group, ranks, backward
-        return COLLECTIVES[forward](x, group, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return COLLECTIVES[ctx.back](gradients[0], ctx.group, ctx.ranks), None, None, None, None
-
-
-def _collective(forward: str, backward: str) -> Callable[[Tensor, Team], Tensor]:
-    return lambda x, team: cast(Tensor, Collective.apply(x, team.group, team.ranks, forward, backward))
-
-
-# Use the same x on every rank for its own part: gradients are all-reduced
-copied = _collective("same", "sum")
-# All-reduce each rank's part; the sum, and so its gradient, is the same on all ranks
-summed = _collective("sum", "same")
-# All-reduce each rank's statistic, which every rank then uses for its own part: gradients are all-reduced too
-total = _collective("sum", "sum")
-# All-gather the channels, which every rank then uses for its own part: gradients are reduce-scattered
-gathered = _collective("gather", "scatter")
-# Reduce-scatter the channels: gradients are gathered
-scattered = _collective("scatter", "gather")
-
-
-class LogTotal(torch.autograd.Function):
-    """`total` for logarithms of sums of exponentials."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: Any, ranks: int) -> Tensor:
-        ctx.group, ctx.ranks = group, ranks
-        total = _stack(own, group, ranks).logsumexp(0)
-        ctx.save_for_backward((own - total).exp())
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (share,) = ctx.saved_tensors
-        return _sum(gradients[0], ctx.group, ctx.ranks) * share, None, None
-
-
-class Stacked(torch.autograd.Function):
-    """All-gather each rank's tensor into (R, …), from which every rank computes the same: no gradient is sent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, ranks: int, rank: int) -> Tensor:
-        ctx.rank = rank
-        return _stack(x, group, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0][ctx.rank], None, None, None
-
-
-def partial_group(x_TD: Tensor, members: Sequence[Segments], theta: str, team: Team) -> list[Tensor]:
-    """Compute `pattention_group` with a slice of each segment: what this rank's tokens add to each output."""
-    keys = [key_ND for segments in members for key_ND, _, _ in segments]
-    scores = (x_TD @ torch.cat(keys).T).split([len(key_ND) for key_ND in keys], dim=-1)
-    totals: Sequence[Tensor | None] = [None] * len(scores)
-    if not team.whole:  # of all members and segments at once
-        own = torch.cat([statistic(score_TN, theta) for score_TN in scores], dim=-1)
-        every = LogTotal.apply(own, team.group, team.ranks) if theta == "softmax" else total(own, team)
-        totals = cast(Tensor, every).split(1, dim=-1)
-    pairs, outputs = iter(zip(scores, totals, strict=True)), []
-    for segments in members:
-        parts = []
-        for _, value_NE, tau in segments:
-            score_TN, total_T1 = next(pairs)
-            parts.append(normalise(score_TN, theta, tau, total_T1=total_T1).to(value_NE.dtype) @ value_NE)
-        outputs.append(sum(parts[1:], parts[0]))
-    return outputs
 
 
 class TokenPattention(Pattention):
@@ -217,7 +99,7 @@ class TokenLanguageModel(LanguageModel):
         weight_WD = self.head_rows(hidden_BTD)
         sizes = [last - first for first, last in zip(self.cuts, self.cuts[1:], strict=False)]
         own = F.pad(hidden_BTD @ weight_WD.T, (0, max(sizes) - len(weight_WD)))
-        every = _stack(own, self.team.group, self.team.ranks)
+        every = stack_ranks(own, self.team.group, self.team.ranks)
         return torch.cat([part[..., :n] for part, n in zip(every, sizes, strict=True)], dim=-1)
 
     def loss(self, hidden_BTD: Tensor, labels: Tensor, added_WD: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -4,14 +4,15 @@ A collective counts as the larger of its input and its output on one rank; a mes
 docs/parallelism.md has the same sums as a table.
 """
 
+import copy
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tokenformer.config import Config
+from tokenformer.config import Config, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.models import build
 from tokenformer.models.names import Name, parse
@@ -27,6 +28,7 @@ WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
 TIMES = {"qkv": 3, "proj": 1, "ffn": 1}  # Pattentions of a block
 
 Part = dict[Name, Split]  # parameters, as the token degree splits them
+T = TypeVar("T")
 
 
 class Rank(NamedTuple):
@@ -38,27 +40,84 @@ class Rank(NamedTuple):
 
 
 class Cut:
-    """How the model of one config is split, for any degrees; it is made once, without memory."""
+    """How the model of one config is split, for any degrees; it is made once, without memory.
+
+    `replaced` gives the same with other keys than the model's, and shares what is known about it.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config, self.model = config, config.model.resolved()
         known = self.model.of in ("language", "image")
-        need(known, f"layouts are planned for models of language and image, not for model.of {self.model.of}")
+        need(
+            known,
+            f"layouts are planned for models of language and image, not for model.of {self.model.of}: begin with "
+            "parallel.replicate, and use parallel.shard where its memory is short",
+        )
+        need(
+            config.adapter is None,
+            "layouts are planned for runs that train all parameters, not for an adapter: its base has no gradients "
+            "and no optimizer state, so begin with parallel.replicate",
+        )
         with torch.device("meta"):
             self.made = build(config.model)
         shapes = {name: tuple(p.shape) for name, p in self.made.named_parameters()}
         self.names = {name: parse(name, self.made.ends) for name in shapes}
-        self.known: dict[int, Part] = {1: {self.names[name]: Split(shape) for name, shape in shapes.items()}}
+        self.whole = {self.names[name]: Split(shape) for name, shape in shapes.items()}
+        self.known: dict[Hashable, Any] = {}
+
+    def replaced(self, config: Config) -> "Cut":
+        other = copy.copy(self)
+        other.config = config
+        return other
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
 
     def splits(self, token: int) -> Part:
-        if token not in self.known:
+        def split() -> Part:
             whole = self.config.parallel.segments == "per-rank" and self.model.kind == "tokenformer"
-            self.known[token] = {self.names[n]: s for n, s in token_splits(self.made, token, whole).items()}
-        return self.known[token]
+            return {self.names[n]: s for n, s in token_splits(self.made, token, whole).items()}
+
+        return self.whole if token == 1 else self.remember(("splits", token), split)
 
     def fullest(self, token: int) -> int:
         """Return the token rank that holds most."""
-        return max(range(token), key=lambda t: sum(size(s, t) for s in self.splits(token).values()))
+
+        def most() -> int:
+            return max(range(token), key=lambda t: sum(size(s, t) for s in self.splits(token).values()))
+
+        return self.remember(("fullest", token), most)
+
+    def numbers(self, d: Degrees) -> int:
+        """Return how many numbers the fullest rank holds before they are sharded."""
+
+        def most() -> int:
+            token = self.fullest(d.token)
+            held = [self.sizes(d, pipeline, token) for pipeline in range(d.pipeline)]
+            return max(sum(blocks) + rest for blocks, rest in held)
+
+        return self.remember(("numbers", d.token, d.pipeline), most)
+
+    def sizes(self, d: Degrees, pipeline: int, token: int) -> tuple[list[int], int]:
+        """Return how many numbers each block of a rank has, and the rest of it."""
+
+        def count() -> tuple[list[int], int]:
+            held = self.stages(d, pipeline)
+            blocks = [sum(size(s, token) for s in block.values()) for _, blocks, _ in held for block in blocks]
+            return blocks, sum(size(s, token) for _, _, part in held for s in part.values())
+
+        return self.remember(("sizes", d.token, d.pipeline, pipeline, token), count)
+
+    def alike(self, d: Degrees, pipeline: int) -> Counter[tuple[Split, ...]]:
+        """Count the matrices of a pipeline rank that Muon solves together."""
+
+        def count() -> Counter[tuple[Split, ...]]:
+            blocks = [block for _, blocks, _ in self.stages(d, pipeline) for block in blocks]
+            return count_alike(blocks, self.config.optimizer.segments == "joint")
+
+        return self.remember(("alike", d.token, d.pipeline, pipeline), count)
 
     def batches(self, d: Degrees) -> tuple[int, int]:
         """Return the sequences per micro-batch, and the micro-batches per step and rank."""
@@ -72,6 +131,9 @@ class Cut:
 
     def stages(self, d: Degrees, pipeline: int) -> list[tuple[int, list[Part], Part]]:
         """Return the stages of a pipeline rank: the number of each, its blocks and the rest of it."""
+        return self.remember(("stages", d.token, d.pipeline, pipeline), lambda: self._stages(d, pipeline))
+
+    def _stages(self, d: Degrees, pipeline: int) -> list[tuple[int, list[Part], Part]]:
         c, count, splits = self.model, stages(d, self.config.parallel), self.splits(d.token)
         blocks: dict[int, Part] = {layer: {} for layer in range(c.layers)}
         for name, split in splits.items():
@@ -97,8 +159,7 @@ def sent(cut: Cut, d: Degrees, rank: Rank) -> dict[str, int]:
     held, found = cut.stages(d, rank.pipeline), Counter[str]()
     stream = micro * model.length * model.dim
     ends = [(number == 0, number == stages(d, config.parallel) - 1) for number, _, _ in held]
-    for _, blocks, rest in held:
-        found.update(_shard_bytes(cut, d, rank.token, blocks, rest, steps))
+    found.update(_shard_bytes(cut, d, rank, steps))
     if d.token > 1:
         for (number, _, _), (first, last) in zip(held, ends, strict=True):
             layers = layers_of(number, model.layers, stages(d, config.parallel))
@@ -110,13 +171,13 @@ def sent(cut: Cut, d: Degrees, rank: Rank) -> dict[str, int]:
             embedding = cut.splits(d.token)[cut.names["embedding.weight"]]
             found["tied"] = 4 * volume(embedding.box(rank.token, rank.data % d.shard, d.shard))
     if config.optimizer.kind == "muon" and d.replicate * d.shard * d.token > 1:
-        found["muon"] = _muon_bytes(cut, d, rank, [block for _, blocks, _ in held for block in blocks])
+        found["muon"] = cut.remember(("muon", d, rank), lambda: _muon_bytes(cut, d, rank))
     if d.world > 1:
         found["numbers"] = 8 + 8 + 4  # loss and labels, whether to stop, the norm
     return dict(found)
 
 
-def _shard_bytes(cut: Cut, d: Degrees, token: int, blocks: Sequence[Part], rest: Part, steps: int) -> dict[str, int]:
+def _shard_bytes(cut: Cut, d: Degrees, rank: Rank, steps: int) -> dict[str, int]:
     """Return the bytes of FSDP, which pads each parameter's rows to equal parts.
 
     PyTorch's pipeline gathers a block once per micro-batch and once more: it stays between a backward pass and the next
@@ -127,10 +188,14 @@ def _shard_bytes(cut: Cut, d: Degrees, token: int, blocks: Sequence[Part], rest:
     c, reshard = WIDTH[cut.config.train.precision], cut.config.parallel.reshard_after_forward
 
     def padded(part: Part) -> int:
-        shapes = [split.local(token) for split in part.values()]
+        shapes = [split.local(rank.token) for split in part.values()]
         return sum(-(-n // d.shard) * d.shard * math.prod(more) for n, *more in shapes)
 
-    inner, outer = sum(padded(block) for block in blocks), padded(rest)
+    def count() -> tuple[int, int]:
+        held = cut.stages(d, rank.pipeline)
+        return sum(padded(block) for _, blocks, _ in held for block in blocks), sum(padded(rest) for *_, rest in held)
+
+    inner, outer = cut.remember(("padded", d, rank.pipeline, rank.token), count)
     gathers, rests = (1, 1) if not reshard else (2 * steps, steps) if d.pipeline == 1 else (steps + 1, 1)
     reduces = 1 if keeps_whole_gradients(d, cut.config.parallel) else steps
     found = {"replicate": 4 * (inner + outer) // d.shard} if d.replicate > 1 else {}
@@ -153,23 +218,33 @@ def _token_bytes(cut: Cut, d: Degrees, micro: int, layers: range, first: bool, l
     sent += last * d.token * 2 * rows * 4 * (2 if rows * model.vocab / d.token > LOGITS else 1)  # cross entropy
     found = {"token": sent}
     if own and cut.config.parallel.segments == "split":
-        numbers = sum(n * len(model.segments(which, layer)) for layer in layers for which, n in TIMES.items())
+        per_layer = cut.remember("segments", lambda: [_segments(model, i) for i in range(model.layers)])
+        numbers = sum(per_layer[layer] for layer in layers)
         each = d.token if model.theta == "softmax" else 1  # gathered, or summed; gradients are summed
         found["statistics"] = numbers * rows * 4 * (each * (1 + recompute) + 1)
     return found
 
 
-def _muon_bytes(cut: Cut, d: Degrees, rank: Rank, blocks: Sequence[Part]) -> int:
-    """Return the bytes of Muon: two exchanges per batch of matrices that are split alike (gather.solve_whole)."""
+def _segments(model: ModelConfig, layer: int) -> int:
+    """Return how many segments the Pattentions of a block have together."""
+    return sum(n * len(model.segments(which, layer)) for which, n in TIMES.items())
+
+
+def muon_batches(cut: Cut, d: Degrees, pipeline: int) -> Iterator[tuple[tuple[Split, ...], int]]:
+    """Yield the batches of matrices that are split alike, with their number: each is exchanged twice (gather.py)."""
+    for splits, units in cut.alike(d, pipeline).items():
+        many = max(1, STACK // sum(math.prod(split.shape) for split in splits)) * d.world
+        for begin in range(0, units, many):
+            yield splits, min(many, units - begin)
+
+
+def _muon_bytes(cut: Cut, d: Degrees, rank: Rank) -> int:
     ranks, copy = d.replicate * d.shard * d.token, d.shard * d.token
     own, total = rank.data * d.token + rank.token, 0
-    for splits, units in count_alike(blocks, cut.config.optimizer.segments == "joint").items():
+    for splits, n in muon_batches(cut, d, rank.pipeline):
         whole = sum(math.prod(split.shape) for split in splits)
         mine = sum(volume(split.box(rank.token, rank.data % d.shard, d.shard)) for split in splits)
-        many = max(1, STACK // whole) * d.world
-        for begin in range(0, units, many):
-            n = min(many, units - begin)
-            owned = len(range(own, n, ranks))
-            near = n // ranks * copy + min(max(n % ranks - rank.data // d.shard * copy, 0), copy)  # by this copy
-            total += max(near * mine, owned * whole) + max(owned * whole * d.replicate, n * mine)
+        owned = len(range(own, n, ranks))
+        near = n // ranks * copy + min(max(n % ranks - rank.data // d.shard * copy, 0), copy)  # by this copy
+        total += max(near * mine, owned * whole) + max(owned * whole * d.replicate, n * mine)
     return 4 * total

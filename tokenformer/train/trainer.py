@@ -106,9 +106,8 @@ class Trainer:
         self.inspect_run()
         self.open_task()
         c, done = self.config, len(self.grown.steps)
-        dtype, split = COMPUTE[c.train.precision], self.place.degrees.token > 1  # there are no kernels for that yet
-        like = torch.empty(0, dtype=dtype, device=self.device)
-        self.pattention_path = pattention.backend(like, "reference" if split else None)
+        dtype = COMPUTE[c.train.precision]
+        self.pattention_path = pattention.backend(torch.empty(0, dtype=dtype, device=self.device))
         self.compiler = choose_compiler(c.train, self.device)
         first, history = None, []  # from a checkpoint they come later
         if c.adapter and self.base:  # what a checkpoint does not hold comes from there, too

@@ -66,10 +66,14 @@ def _rate(total, tau, THETA: tl.constexpr):
 @jit
 def _forward(
     scores, out, totals, count, W, S, start, apart, size, which, between, many, tau,
-    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Θ of ROWS rows of one segment, and their statistic (the sum; of softmax its logarithm)."""
+    """Θ of ROWS rows of one segment, and their statistic (the sum; of softmax its logarithm).
+
+    PART: "whole", or one half of it, where other ranks hold more of the segment: "sums" writes the statistic alone,
+    "rest" reads that of all ranks and writes Θ.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # last rows first: they are still in the L2 cache
     start += (program % many) * apart
     which += (program % many) * between
@@ -80,7 +84,9 @@ def _forward(
     here = rows[:, None] < count
     a = tl.load(at, mask=here & (cols[None, :] < WIDTH), other=0.0).to(tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    if THETA == "softmax":
+    if PART == "rest":
+        total = tl.load(totals + rows * S + which, mask=rows < count, other=0.0)
+    elif THETA == "softmax":
         peak = tl.full((ROWS,), -1e30, tl.float32)
         for first in range(0, WIDTH, BLOCK):
             if BLOCK < WIDTH:
@@ -101,20 +107,22 @@ def _forward(
                 total += tl.sum(b * b, 1)
             else:
                 total += tl.sum(a * a, 1)
-    tl.store(totals + rows * S + which, total, mask=rows < count)
-    rate = _rate(total, tau, THETA)[:, None]
-    for first in range(0, WIDTH, BLOCK):
-        inside = here & (first + cols[None, :] < WIDTH)
-        if BLOCK < WIDTH:
-            a = tl.load(at + first, mask=inside, other=0.0).to(tl.float32)
-        if THETA == "softmax":
-            p = tl.where(first + cols[None, :] < size, tl.exp(a - total[:, None]) * (tau * tau), 0.0)
-        elif THETA == "gelu_l2_norm":
-            p, _ = _gelu(a, EXACT, FAST)
-            p *= rate
-        else:
-            p, _ = _gelu(a * rate, EXACT, FAST)
-        tl.store(to + first, p.to(out.dtype.element_ty), mask=inside)
+    if PART != "rest":
+        tl.store(totals + rows * S + which, total, mask=rows < count)
+    if PART != "sums":
+        rate = _rate(total, tau, THETA)[:, None]
+        for first in range(0, WIDTH, BLOCK):
+            inside = here & (first + cols[None, :] < WIDTH)
+            if BLOCK < WIDTH:
+                a = tl.load(at + first, mask=inside, other=0.0).to(tl.float32)
+            if THETA == "softmax":
+                p = tl.where(first + cols[None, :] < size, tl.exp(a - total[:, None]) * (tau * tau), 0.0)
+            elif THETA == "gelu_l2_norm":
+                p, _ = _gelu(a, EXACT, FAST)
+                p *= rate
+            else:
+                p, _ = _gelu(a * rate, EXACT, FAST)
+            tl.store(to + first, p.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -142,11 +150,14 @@ def _theta(a, g, total, rate, tau, counts, THETA: tl.constexpr, EXACT: tl.conste
 
 @jit
 def _backward(
-    scores, grads, totals, out, slopes, count, W, G, S, start, at, size, which, tau,
-    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    scores, grads, totals, partial, out, slopes, count, W, G, S, start, at, size, which, tau,
+    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of Θ compute that of the scores, and recompute Θ itself."""
+    """From the gradient of Θ compute that of the scores, and recompute Θ itself.
+
+    PART: as in `_forward`; "sums" writes each row's sum to `partial`, "rest" reads it there.
+    """
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     place = rows[:, None] * W + start + cols[None, :]
@@ -159,7 +170,9 @@ def _backward(
     g = tl.load(given, mask=mine, other=0.0).to(tl.float32)
     sums = tl.zeros((ROWS,), tl.float32)
     p, summed, own, share, factor = _theta(a, g, total, rate, tau, cols[None, :] < size, THETA, EXACT, FAST)
-    if BLOCK >= WIDTH:
+    if PART == "rest":
+        sums = tl.load(partial + rows * S + which, mask=rows < count, other=0.0)
+    elif BLOCK >= WIDTH:
         sums += tl.sum(summed, 1)
     else:
         for first in range(0, WIDTH, BLOCK):
@@ -170,17 +183,20 @@ def _backward(
                 a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
             )
             sums += tl.sum(summed, 1)
-    sums = (sums / (tau * tau))[:, None]
-    for first in range(0, WIDTH, BLOCK):
-        inside = here & (first + cols[None, :] < WIDTH)
-        if BLOCK < WIDTH:
-            a = tl.load(scores + place + first, mask=inside, other=0.0).to(tl.float32)
-            g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32)
-            p, summed, own, share, factor = _theta(
-                a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
-            )
-        tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
-        tl.store(slopes + place + first, ((own - share * sums) * factor).to(slopes.dtype.element_ty), mask=inside)
+    if PART == "sums":
+        tl.store(partial + rows * S + which, sums, mask=rows < count)
+    else:
+        sums = (sums / (tau * tau))[:, None]
+        for first in range(0, WIDTH, BLOCK):
+            inside = here & (first + cols[None, :] < WIDTH)
+            if BLOCK < WIDTH:
+                a = tl.load(scores + place + first, mask=inside, other=0.0).to(tl.float32)
+                g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32)
+                p, summed, own, share, factor = _theta(
+                    a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
+                )
+            tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
+            tl.store(slopes + place + first, ((own - share * sums) * factor).to(slopes.dtype.element_ty), mask=inside)
 
 
 def padded(size: int) -> int:
@@ -206,72 +222,119 @@ def _tile(width: int, backward: bool) -> dict[str, int]:
     return {"ROWS": 1, "BLOCK": block if width <= whole else 2048 if backward else 8192, "num_warps": 8}
 
 
-LAYOUT = "int[] sizes, int[] members, float[] taus, str kind"
-torch.library.define("tokenformer::theta", f"(Tensor scores, {LAYOUT}) -> (Tensor, Tensor)")
-torch.library.define(
-    "tokenformer::theta_backward", f"(Tensor[] grads, Tensor scores, Tensor totals, {LAYOUT}) -> (Tensor, Tensor)"
-)
-
-
-@torch.library.impl("tokenformer::theta", ("cuda", "cpu"))
-def theta(
-    scores: Tensor, sizes: Sequence[int], members: Sequence[int], taus: Sequence[float], kind: str
-) -> tuple[Tensor, Tensor]:
-    """Θ of scores (T, W), and the statistics (T, S) of their rows."""
+def _launch_forward(scores: Tensor, out: Tensor, totals: Tensor, layout: tuple, part: str) -> None:
+    sizes, members, taus, kind = layout
     (rows, width), count = scores.shape, len(sizes)
-    out, totals = torch.empty_like(scores), scores.new_empty(rows, count, dtype=torch.float32)
     each = count // len(members)
     alike = all(list(x) == list(x[:each]) * len(members) for x in (sizes, taus)) and set(members) == {each}
     many, start = len(members) if alike else 1, 0  # members of equal segments: one launch per segment
     for i, size in enumerate(sizes[: count // many]):
         tile = _tile(padded(size), backward=False)
-        if rows:
+        if rows and size:  # of segments that stay whole, other ranks hold some
             _forward[(triton.cdiv(rows, tile["ROWS"]) * many,)](
                 scores, out, totals, rows, width, count, start, width // many, size, i, each, many, taus[i],
-                padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, **tile,
+                padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, part, **tile,
             )  # fmt: skip
         start += padded(size)
-    return out, totals
 
 
-@torch.library.register_fake("tokenformer::theta")
-def _(scores, sizes, members, taus, kind):
-    return torch.empty_like(scores), scores.new_empty(scores.shape[0], len(sizes), dtype=torch.float32)
-
-
-@torch.library.impl("tokenformer::theta_backward", ("cuda", "cpu"))
-def theta_backward(
+def _launch_backward(
     grads: Sequence[Tensor],
     scores: Tensor,
     totals: Tensor,
-    sizes: Sequence[int],
-    members: Sequence[int],
-    taus: Sequence[float],
-    kind: str,
-) -> tuple[Tensor, Tensor]:
-    """From each member's gradient of Θ compute that of the scores, and recompute Θ (T, W)."""
-    rows, width = scores.shape
-    out, slopes = torch.empty_like(scores), torch.empty_like(scores)
-    start = which = 0
+    sums: Tensor,
+    new: Sequence[Tensor],
+    layout: tuple,
+    part: str,
+) -> None:
+    """`new`: where Θ and the gradient of the scores are written."""
+    sizes, members, taus, kind = layout
+    (rows, width), start, which = scores.shape, 0, 0
     for grad, segments in zip(grads, members, strict=True):
         at = 0
         for _ in range(segments):
             size = sizes[which]
             tile = _tile(padded(size), backward=True)
-            if rows:
+            if rows and size:
                 _backward[(triton.cdiv(rows, tile["ROWS"]),)](
-                    scores, grad, totals, out, slopes, rows, width, grad.shape[1], len(sizes), start, at, size, which,
-                    taus[which], padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, **tile,
+                    scores, grad, totals, sums, *new, rows, width, grad.shape[1], len(sizes), start, at, size, which,
+                    taus[which], padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, part, **tile,
                 )  # fmt: skip
             start, at, which = start + padded(size), at + padded(size), which + 1
+
+
+def _per_segment(scores: Tensor, sizes: Sequence[int]) -> Tensor:
+    return scores.new_empty(scores.shape[0], len(sizes), dtype=torch.float32)
+
+
+LAYOUT = "int[] sizes, int[] members, float[] taus, str kind"
+GIVEN = "Tensor[] grads, Tensor scores, Tensor totals"
+torch.library.define("tokenformer::theta", f"(Tensor scores, {LAYOUT}) -> (Tensor, Tensor)")
+torch.library.define("tokenformer::theta_backward", f"({GIVEN}, {LAYOUT}) -> (Tensor, Tensor)")
+# the same in two halves, between which ranks that share a segment sum one number per row
+torch.library.define("tokenformer::theta_sums", f"(Tensor scores, {LAYOUT}) -> Tensor")
+torch.library.define("tokenformer::theta_rest", f"(Tensor scores, Tensor totals, {LAYOUT}) -> Tensor")
+torch.library.define("tokenformer::theta_backward_sums", f"({GIVEN}, {LAYOUT}) -> Tensor")
+torch.library.define("tokenformer::theta_backward_rest", f"({GIVEN}, Tensor sums, {LAYOUT}) -> (Tensor, Tensor)")
+
+
+@torch.library.impl("tokenformer::theta", ("cuda", "cpu"))
+def theta(scores: Tensor, *layout: Any) -> tuple[Tensor, Tensor]:
+    """Θ of scores (T, W), and the statistics (T, S) of their rows. `layout`: sizes, members, taus, kind."""
+    out, totals = torch.empty_like(scores), _per_segment(scores, layout[0])
+    _launch_forward(scores, out, totals, layout, "whole")
+    return out, totals
+
+
+@torch.library.impl("tokenformer::theta_sums", ("cuda", "cpu"))
+def theta_sums(scores: Tensor, *layout: Any) -> Tensor:
+    totals = _per_segment(scores, layout[0])
+    _launch_forward(scores, scores, totals, layout, "sums")
+    return totals
+
+
+@torch.library.impl("tokenformer::theta_rest", ("cuda", "cpu"))
+def theta_rest(scores: Tensor, totals: Tensor, *layout: Any) -> Tensor:
+    out = torch.empty_like(scores)
+    _launch_forward(scores, out, totals, layout, "rest")
+    return out
+
+
+@torch.library.impl("tokenformer::theta_backward", ("cuda", "cpu"))
+def theta_backward(grads: Sequence[Tensor], scores: Tensor, totals: Tensor, *layout: Any) -> tuple[Tensor, Tensor]:
+    """From each member's gradient of Θ compute that of the scores, and recompute Θ (T, W)."""
+    out, slopes = torch.empty_like(scores), torch.empty_like(scores)
+    _launch_backward(grads, scores, totals, totals, (out, slopes), layout, "whole")
     return out, slopes
 
 
-@torch.library.register_fake("tokenformer::theta_backward")
-def _(grads, scores, totals, sizes, members, taus, kind):
+@torch.library.impl("tokenformer::theta_backward_sums", ("cuda", "cpu"))
+def theta_backward_sums(grads: Sequence[Tensor], scores: Tensor, totals: Tensor, *layout: Any) -> Tensor:
+    sums = torch.empty_like(totals)
+    _launch_backward(grads, scores, totals, sums, (scores, scores), layout, "sums")
+    return sums
+
+
+@torch.library.impl("tokenformer::theta_backward_rest", ("cuda", "cpu"))
+def theta_backward_rest(
+    grads: Sequence[Tensor], scores: Tensor, totals: Tensor, sums: Tensor, *layout: Any
+) -> tuple[Tensor, Tensor]:
+    out, slopes = torch.empty_like(scores), torch.empty_like(scores)
+    _launch_backward(grads, scores, totals, sums, (out, slopes), layout, "rest")
+    return out, slopes
+
+
+def _like_scores(grads: Any, scores: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(scores), torch.empty_like(scores)
 
 
+fake = torch.library.register_fake
+fake("tokenformer::theta", lambda scores, sizes, *_: (torch.empty_like(scores), _per_segment(scores, sizes)))
+fake("tokenformer::theta_sums", lambda scores, sizes, *_: _per_segment(scores, sizes))
+fake("tokenformer::theta_rest", lambda scores, *_: torch.empty_like(scores))
+fake("tokenformer::theta_backward", _like_scores)
+fake("tokenformer::theta_backward_sums", lambda grads, scores, totals, *_: torch.empty_like(totals))
+fake("tokenformer::theta_backward_rest", _like_scores)
 torch.library.define("tokenformer::add_product_", "(Tensor(a!) base, Tensor a, Tensor b) -> ()")
 torch.library.register_fake("tokenformer::add_product_", lambda base, a, b: None)
 
@@ -363,14 +426,22 @@ def fused(
     rotary: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
 ) -> list[Tensor]:
     """`pattention_group`. `centred` subtracts the mean of each key; `rotary`: cos, sin, head_dim; `onto`: see Fused."""
+    flat, layout, keys, values = pack(x, members, theta, centred)
+    base = None if residual is None else residual.flatten(0, -2)
+    outputs = Fused.apply(flat, base, *rotary, layout, onto, keys, *values)
+    return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
+
+
+def pack(
+    x: Tensor, members: Sequence[Sequence[tuple[Tensor, Tensor, float]]], theta: str, centred: bool = False
+) -> tuple[Tensor, tuple, Tensor, list[Tensor]]:
+    """Return x (T, D), the layout of the scores, all keys (W, D) and each member's values (its columns, E)."""
     flat = x.reshape(-1, x.shape[-1])
     keys = [_without_mean(key) if centred else key for segments in members for key, _, _ in segments]
     sizes = tuple(len(key) for key in keys)
     layout = (sizes, tuple(map(len, members)), tuple(tau for m in members for *_, tau in m), theta)
     values = [_stack([value for _, value, _ in segments], x.dtype) for segments in members]
-    base = None if residual is None else residual.flatten(0, -2)
-    outputs = Fused.apply(flat, base, *rotary, layout, onto, _stack(keys, x.dtype), *values)
-    return [out.view(*x.shape[:-1], out.shape[-1]) for out in outputs]
+    return flat, layout, _stack(keys, x.dtype), values
 
 
 def _without_mean(key: Tensor) -> Tensor:
