@@ -7,13 +7,19 @@ import importlib.util
 
 from tokenformer.errors import UserError
 
-if importlib.util.find_spec("jax") is None or importlib.util.find_spec("optax") is None:
-    raise UserError("jax or optax is not installed: pip install 'tokenformer[jax]' (for TPUs: and 'jax[tpu]')")
+_HOME = {"Model": "folder", "load": "folder", "save": "folder", "generator": "generate", "Trainer": "train"}
+_HOME |= {"How": "model", "logits": "model", "loss": "model"}
+__all__ = list(_HOME)
 
-from tokenformer_jax.folder import Model as Model
-from tokenformer_jax.folder import load as load
-from tokenformer_jax.folder import save as save
-from tokenformer_jax.generate import generator as generator
-from tokenformer_jax.model import How as How
-from tokenformer_jax.model import logits as logits
-from tokenformer_jax.model import loss as loss
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'tokenformer_jax' has no attribute '{name}'")
+    need_jax()
+    return getattr(importlib.import_module(f"tokenformer_jax.{_HOME[name]}"), name)
+
+
+def need_jax() -> None:
+    """Refuse in a sentence where JAX is not installed."""
+    if importlib.util.find_spec("jax") is None or importlib.util.find_spec("optax") is None:
+        raise UserError("JAX or optax is not installed: pip install 'tokenformer[jax]', and on TPUs 'jax[tpu]'")

@@ -6,7 +6,7 @@ here they are put together by the places that their headers name, and whole tens
 
 import hashlib
 import json
-import os
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -59,11 +59,11 @@ def save(model: Model, folder: str | Path, force: bool = False) -> None:
 
     >>> import tempfile
     >>> from tokenformer_jax.values import initial_params
-    >>> tiny = ModelConfig(layers=1, dim=8, heads=2, qkv_tokens=4, proj_tokens=4, ffn_tokens=8, vocab=16).resolved()
+    >>> tiny = ModelConfig(layers=1, dim=16, heads=2, qkv_tokens=4, proj_tokens=4, ffn_tokens=8, vocab=16).resolved()
     >>> with tempfile.TemporaryDirectory() as place:
     ...     save(Model(initial_params(tiny, seed=0), tiny, []), f"{place}/tiny")
     ...     load(f"{place}/tiny").config.dim
-    8
+    16
     """
     params, config = {name: np.ascontiguousarray(array) for name, array in model.params.items()}, model.config
     check_params(config, params, "what is to be written")
@@ -72,8 +72,7 @@ def save(model: Model, folder: str | Path, force: bool = False) -> None:
             (beside / name).write_text(text, encoding="utf-8")
         save_file(params, beside / "model.safetensors", {"format": "pt"})
         digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in params.items()}
-        text = json.dumps({"model.safetensors": digests}, indent=1) + "\n"
-        (beside / TENSORS).write_text(text, encoding="utf-8")
+        (beside / TENSORS).write_text(json.dumps({"model.safetensors": digests}, indent=1) + "\n", encoding="utf-8")
 
 
 def check_params(config: ModelConfig, params: Mapping[str, np.ndarray], where: str) -> None:
@@ -86,15 +85,12 @@ def check_params(config: ModelConfig, params: Mapping[str, np.ndarray], where: s
         if array.shape != expected[name]:
             own = f"shape {list(array.shape)}, but the config says {list(expected[name])}"
             raise UserError(f"{where}: '{name}' has {own}: give the config that belongs to these weights")
-        if array.dtype not in FLOATS:
-            raise UserError(f"{where}: '{name}' holds {array.dtype}, not floating point numbers: get the file anew")
-        if not np.isfinite(array).all():
+        if array.dtype not in FLOATS or not np.isfinite(array).all():
             raise UserError(f"{where}: '{name}' holds values that are not finite: these weights are broken, get others")
 
 
 def read_tensors(folder: Path, pattern: str = "*.safetensors") -> Arrays:
     """Read all tensors of a folder's safetensors files; slices are put together."""
-    found: Arrays = {}
     parts: dict[str, list[tuple[list[int], np.ndarray]]] = {}
     for path in sorted(folder.glob(pattern)):
         try:
@@ -107,15 +103,15 @@ def read_tensors(folder: Path, pattern: str = "*.safetensors") -> Arrays:
                     parts.setdefault(name, []).append((begin, array))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is not a whole safetensors file ({error}): get it anew") from None
+    found = {name: pieces[0][1] for name, pieces in parts.items()}
     for name, pieces in parts.items():
-        begin, first = pieces[0]
-        ends = [np.add(begin, piece.shape) for begin, piece in pieces]
-        shape = tuple(int(n) for n in np.max(ends, axis=0)) if first.ndim else ()
-        if sum(piece.size for _, piece in pieces) != int(np.prod(shape, dtype=np.int64)):
-            raise UserError(f"{folder}: the parts of '{name}' do not make one tensor of {list(shape)}: get it anew")
-        found[name] = first if len(pieces) == 1 else np.empty(shape, first.dtype)
-        for begin, piece in pieces if len(pieces) > 1 else ():
-            found[name][tuple(slice(b, b + n) for b, n in zip(begin, piece.shape, strict=True))] = piece
+        shape = [int(max(ends)) for ends in zip(*(np.add(begin, piece.shape) for begin, piece in pieces), strict=True)]
+        if sum(piece.size for _, piece in pieces) != math.prod(shape):
+            raise UserError(f"{folder}: the parts of '{name}' do not make one tensor of {shape}: get it anew")
+        if len(pieces) > 1:
+            found[name] = np.empty(shape, pieces[0][1].dtype)
+            for begin, piece in pieces:
+                found[name][tuple(slice(b, b + n) for b, n in zip(begin, piece.shape, strict=True))] = piece
     return found
 
 
@@ -125,7 +121,4 @@ def write_tensors(folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
     arrays = {name: np.require(array, requirements="C") for name, array in sorted(tensors.items())}
     places = {name: {"saved_offsets": [0] * array.ndim} for name, array in arrays.items()}
     about = {"format": "pt", PLACES: json.dumps(places), "DCP_VERSION": "1.0"}
-    path = folder / "shard-00001-model-00001-of-00001.safetensors"
-    save_file(arrays, path, about)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    save_file(arrays, folder / "shard-00001-model-00001-of-00001.safetensors", about)

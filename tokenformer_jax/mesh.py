@@ -29,10 +29,10 @@ def make_mesh(config: ParallelConfig, device: str = "auto") -> Mesh:
         devices = jax.devices() if device == "auto" else jax.devices(DEVICES[device])
     except RuntimeError:
         raise UserError(f"train.device is {device}, but JAX sees no such device: give train.device=auto") from None
-    if config.pipeline != 1:
-        raise UserError(f"parallel.pipeline is {config.pipeline}, but in JAX there are shard and token: give these")
-    if config.offload:
-        raise UserError("parallel.offload is true, but in JAX parameters stay on the devices: leave it out")
+    if config.pipeline != 1 or config.offload:
+        raise UserError(
+            "parallel.pipeline or parallel.offload is given, but in JAX there are shard and token: give these"
+        )
     sizes = [-1 if config.replicate is None else config.replicate, config.shard, config.token]
     known = math.prod(size for size in sizes if size > 0)
     sizes = [len(devices) // known if size < 0 else size for size in sizes]

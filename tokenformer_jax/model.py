@@ -9,7 +9,7 @@ Legend: B batch, T positions, S keys, D dim, H heads, C head_dim, N parameter to
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ Cache = list[tuple[Array, Array]]  # keys and values (layers, B, S, H, C) of eac
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax")
 PARTS = ("attention.query", "attention.key", "attention.value", "attention.proj", "ffn")
 ENDS: dict[str, Role] = {"embedding.weight": TABLE, "norm.weight": ONE, "norm.bias": ZERO, "head.weight": TABLE}
+EXACT = "highest"  # fp32 products in fp32: TPUs would round their inputs to bf16, GPUs to TF32
 LOGITS = 1 << 27  # held at once; backward computes them again
 
 
@@ -44,27 +45,21 @@ class How(NamedTuple):
 
 def check(config: ModelConfig) -> ModelConfig:
     """Refuse what this twin does not compute; return the config with every τ written out."""
-    do = "use the package `tokenformer` for it"
-    if config.of != "language":
-        raise UserError(f"model.of is {config.of}, but in JAX there are language models only: {do}")
-    if config.kind != "tokenformer":
-        raise UserError(f"model.kind is {config.kind}, but in JAX there is kind tokenformer only: {do}")
-    if config.theta not in THETAS:
-        raise UserError(f"model.theta is {config.theta}, but in JAX there are {', '.join(THETAS)}: {do}")
-    if config.switch_names():
-        names = ", ".join(sorted(config.switch_names()))
-        raise UserError(f"the model has switches ({names}), which are not computed in JAX: {do}")
-    if config.added_vocab:
-        raise UserError(f"model.added_vocab is {config.added_vocab}, which is not computed in JAX: {do}")
+    refused = {"of": config.of != "language" and config.of, "kind": config.kind != "tokenformer" and config.kind}
+    refused |= {"theta": config.theta not in THETAS and config.theta, "added_vocab": config.added_vocab}
+    refused |= {"switch": ", ".join(sorted(config.switch_names()))}
+    for name, value in refused.items():
+        if value:
+            raise UserError(f"model.{name} is {value}, which there is not in JAX: use the package `tokenformer` for it")
     return config.resolved()
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter by name, in the order of the PyTorch model.
 
-    >>> tiny = ModelConfig(layers=1, dim=8, heads=2, qkv_tokens=4, proj_tokens=4, ffn_tokens=[4, 2], vocab=16)
+    >>> tiny = ModelConfig(layers=1, dim=16, heads=2, qkv_tokens=4, proj_tokens=4, ffn_tokens=[4, 2], vocab=16)
     >>> shapes(tiny)["blocks.0.ffn.segments.1.value_tokens"]
-    (2, 8)
+    (2, 16)
     """
     found: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab, config.dim)}
     for layer in range(config.layers):
@@ -178,29 +173,24 @@ def hidden(
     cos_sin = angles(start + jnp.arange(length), config, dtype)
     seen = None
     if documents_BT is not None:
-        seen = (documents_BT[:, :, None] == documents_BT[:, None, :]) & jnp.tril(jnp.ones((length, length), bool))
-        seen = seen[:, None]
+        same = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
+        seen = same & jnp.tril(jnp.ones((length, length), bool))
     elif cache is not None and length == 1:
         seen = jnp.arange(cache[0][0].shape[2])[None, None, None] <= start
     held: Cache = []
     for number, (layers, segments) in enumerate(runs(config)):
         names = [name.removeprefix(f"blocks.{layers[0]}.") for name in shapes(config) if f"blocks.{layers[0]}." in name]
         stack = {n: jnp.stack([params[f"blocks.{layer}.{n}"].astype(dtype) for layer in layers]) for n in names}
-        step = functools.partial(_block, config=config, segments=segments, cos_sin=cos_sin, seen=seen, mesh=how.mesh)
-        step = functools.partial(step, start=start)
-        x_BTD, kept = jax.lax.scan(_remat(step, how.remat), x_BTD, (stack, cache and cache[number]))
+        block = functools.partial(_block, config, segments, cos_sin, seen, how.mesh, start)
+        if how.remat != "none":
+            keep = None if how.remat == "full" else jax.checkpoint_policies.dots_saveable
+            block = jax.checkpoint(block, policy=keep, prevent_cse=False)  # a scan needs no barrier against merging
+        x_BTD, kept = jax.lax.scan(block, x_BTD, (stack, cache and cache[number]))
         held.append(kept)
     return norm(x_BTD, config.norm_eps, params["norm.weight"], params["norm.bias"]), held
 
 
-def _remat(step: Callable, remat: str) -> Callable:
-    if remat == "none":
-        return step
-    keep = None if remat == "full" else jax.checkpoint_policies.dots_saveable
-    return jax.checkpoint(step, policy=keep, prevent_cse=False)  # a scan needs no barrier against merging
-
-
-def _block(x_BTD: Array, given: tuple, *, config: ModelConfig, segments: dict, cos_sin, seen, mesh, start) -> tuple:
+def _block(config: ModelConfig, segments: dict, cos_sin, seen, mesh, start, x_BTD: Array, given: tuple) -> tuple:
     """One block, as the body of a scan over layers: attention, then feed-forward, each added to the stream."""
     layer, cache = given
 
@@ -223,12 +213,7 @@ def _block(x_BTD: Array, given: tuple, *, config: ModelConfig, segments: dict, c
     return constrain(x_BTD + project(norm(x_BTD, config.norm_eps), "ffn"), mesh, ROWS), cache
 
 
-def exact(function: Callable) -> Callable:
-    """Compute fp32 products in fp32: TPUs, and GPUs by TF32, would round their inputs. 16-bit ones stay as they are."""
-    return functools.wraps(function)(jax.default_matmul_precision("highest")(function))
-
-
-@exact
+@jax.default_matmul_precision(EXACT)
 def logits(params: Params, config: ModelConfig, ids_BT: Array, how: How = How(), **more: Any) -> tuple[Array, Cache]:
     """Return the logits (B, T, W), and the cache; `more`: see `hidden`."""
     x_BTD, cache = hidden(params, config, ids_BT, how, **more)
@@ -241,7 +226,7 @@ def head(params: Params, dtype: Any, mesh: Mesh | None) -> Array:
     return constrain(weight_WD.astype(dtype), mesh, "token", None)
 
 
-@exact
+@jax.default_matmul_precision(EXACT)
 def loss(
     params: Params,
     config: ModelConfig,

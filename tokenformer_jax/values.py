@@ -30,11 +30,9 @@ def draw(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
     number, count = int.from_bytes(digest[:8], "little") >> 1, math.prod(shape)
     twister = np.random.RandomState(number & 0xFFFFFFFF)._bit_generator
     uniform = lambda n: (twister.random_raw(n) & 0xFFFFFF).astype(np.float32) * np.float32(2**-24)  # noqa: E731
-    some = np.append(uniform(count), np.zeros(-count % 16, np.float32))
-    values = _normal(some)[:count]
+    values = _normal(np.append(uniform(count), np.zeros(-count % 16, np.float32)))[:count]
     if count % 16:  # PyTorch draws the last 16 anew
-        last = _normal(uniform(16))
-        values[-16:] = last[-count:] if count < 16 else last
+        values[-16:] = _normal(uniform(16))[-count:]
     return values.reshape(shape)
 
 
@@ -61,19 +59,15 @@ def initial_params(config: ModelConfig, seed: int) -> Arrays:
     return {name: initial(name, shape, config, seed) for name, shape in shapes(config).items()}
 
 
-def start_from(given: Mapping[str, np.ndarray], config: ModelConfig, seed: int, where: str) -> Arrays:
-    """Return first values from other weights; parameter tokens of a smaller model fill the first rows."""
-    made = initial_params(config, seed)
+def start_from(given: Mapping[str, np.ndarray], first: Arrays, where: str) -> Arrays:
+    """Put other weights in the place of first values; the parameter tokens of a smaller model fill the first rows."""
+    made = dict(first)
     for name, array in given.items():
-        own = made.get(name)
-        fits = own is not None and own.shape == array.shape
-        if own is not None and parse(name, ENDS).token:
-            fits = own.shape[1:] == array.shape[1:] and len(own) >= len(array)
-        if own is None or not fits:
-            raise UserError(
-                f"start: {name} of {where} is {list(array.shape)}, which does not fit into this model's "
-                f"{'missing one' if own is None else list(own.shape)}: only the number of parameter tokens may differ"
-            )
+        own = made.get(name, np.zeros(0))
+        more = len(own) - len(array) if parse(name, ENDS).token else 0
+        if more < 0 or own.shape != (len(array) + more, *array.shape[1:]):
+            why = f"does not fit into this model's {list(own.shape)}: only the number of parameter tokens may differ"
+            raise UserError(f"start: {name} of {where} is {list(array.shape)}, which {why}")
         made[name] = np.concatenate([array.astype(np.promote_types(array.dtype, own.dtype)), own[len(array) :]])
     return made
 
@@ -90,11 +84,8 @@ def grow(plan: Plan, old: Mapping[str, np.ndarray], state: State) -> tuple[Array
             noise = draw(plan.seed, f"growth {plan.number} noise/{name}", (rows, *made[name].shape[1:]))
             made[name][:rows] += noise.astype(made[name].dtype) * (plan.noise[name] * rms([made[name][:rows]]))
         if recipe.old in state:
-            more = {
-                k: np.zeros((recipe.new_rows, *v.shape[1:]), v.dtype) for k, v in state[recipe.old].items() if v.ndim
-            }
-            entry = state[recipe.old]
-            kept[name] = {k: np.concatenate([v, more[k]]) if k in more else v for k, v in entry.items()}
+            more = [(0, recipe.new_rows), (0, 0)]
+            kept[name] = {k: np.pad(v, more[: v.ndim]) if v.ndim else v for k, v in state[recipe.old].items()}
     return made, kept
 
 
@@ -107,10 +98,9 @@ def _new_rows(plan: Plan, name: str, recipe: Recipe, old: Mapping[str, np.ndarra
     if not math.isfinite(size):
         raise UserError(f"the old rows beside '{key}' hold values that are not finite: grow from weights that are")
     # rows of RMS 0 (values of a growth that never trained) would be dead: begin as a new model does
-    found = (
-        draw(plan.seed, key, shape) * np.float32(size) if size else initial(name, shape, plan.config, plan.seed, key)
-    )
-    return found.astype(like[0].dtype)
+    first = plan.config if not size else None
+    rows = initial(name, shape, first, plan.seed, key) if first else draw(plan.seed, key, shape) * np.float32(size)
+    return rows.astype(like[0].dtype)
 
 
 def rms(arrays: list[np.ndarray]) -> float:

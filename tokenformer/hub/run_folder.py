@@ -1,18 +1,21 @@
-"""Finds the checkpoints of a run folder, and the newest one that is whole. Imports without torch.
+"""Finds the checkpoints of a run folder, and the newest one that is whole; removes old ones. Imports without torch.
 
 Unusual: `last` is a note for people. Which checkpoint is used follows from the folders themselves, in the same way for
 `train --resume` and for every verb that takes a run.
 """
 
+import contextlib
 import functools
+import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenformer.errors import UserError
 from tokenformer.files import check_manifest
-from tokenformer.parsing import first_text, is_file, shown
+from tokenformer.parsing import first_text, is_file, read_json, shown
 
 
 class Found(NamedTuple):
@@ -27,6 +30,16 @@ def all_steps(run: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by step, oldest first."""
     named = [(path.name[5:], path) for path in sorted((run / "checkpoints").glob("step-*"))]
     return {int(step): path for step, path in named if step.isascii() and step.isdigit()}
+
+
+def remove_old(run: Path, keep: int, keep_every: int) -> None:
+    """Remove all checkpoints but the newest `keep` (0: all are kept) and those at multiples of `keep_every` steps."""
+    steps = all_steps(run)
+    for step in list(steps)[:-keep] if keep else []:
+        if not (keep_every and step % keep_every == 0):
+            hidden = steps[step].with_name(f".{steps[step].name}")
+            os.rename(steps[step], hidden)  # at once, so that half a checkpoint is never seen
+            shutil.rmtree(hidden)
 
 
 def find_newest(run: Path, check: Callable[[Path], None] = check_manifest) -> Found:
@@ -71,3 +84,25 @@ def newest_whole(run: Path, values: bool = True) -> Path | None:
 @functools.cache  # a verb may ask for it several times
 def _print_once(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def read_state(checkpoint: Path) -> dict:
+    """Read what a run keeps beside its tensors."""
+    state = read_json(checkpoint / "state.json")
+    with expected_form(checkpoint):
+        if type(state["step"]) is not int or checkpoint.name != f"step-{state['step']:08d}":
+            raise ValueError(f"step is {state['step']!r:.40}")
+    return state
+
+
+@contextlib.contextmanager
+def expected_form(checkpoint: Path) -> Iterator[None]:
+    """Refuse in a sentence a state that is not of the form that a run writes."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"{checkpoint / 'state.json'} is not of the form that a run writes ({why}): move {checkpoint} away to use "
+            "the checkpoint before it"
+        ) from None
