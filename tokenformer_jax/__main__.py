@@ -31,7 +31,8 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("config", metavar="MODEL", help="run, or folder of weights (then also data.path=SET)")
     for verb in (train, measure):
         verb.add_argument("settings", nargs="*", default=[], metavar="a.b=c", help="keys laid over the config")
-        verb.add_argument("--distributed", action="store_true", help="one of several processes: every host of a slice")
+        about = "one of several processes; elsewhere than on TPUs: address of the first, number of this one, of all"
+        verb.add_argument("--distributed", nargs="?", const="", metavar="HOST:PORT,0,4", help=about)
     generate = verbs.add_parser("generate", help="continue a text")
     generate.add_argument("model", metavar="MODEL", help="our folder, or a run")
     generate.add_argument("--prompt", default="", help="text to continue")
@@ -60,8 +61,9 @@ def run(args: argparse.Namespace) -> int:
         made = generator(model.config)(model.params, ids, args.tokens, args.temperature, args.seed)
         print(tokenizer.decode(made[0].tolist()))
         return 0
-    if args.distributed:
-        jax.distributed.initialize()  # on a TPU slice it finds the other hosts by itself
+    if args.distributed is not None:
+        where, number, count = (args.distributed or ",,").split(",")
+        jax.distributed.initialize(where or None, int(count) if count else None, int(number) if number else None)
     source, (more, settings) = Path(args.config), split_settings(args.settings)
     if args.verb == "train":
         itself = args.resume and is_file(source / "config.yml") and args.out in (None, args.config)

@@ -12,12 +12,10 @@ from jax import Array
 
 from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
-from tokenformer_jax.model import EXACT, Cache, How, Params, empty_cache, head, hidden
-
-Generate = Callable[..., np.ndarray]
+from tokenformer_jax.model import EXACT, Cache, How, Params, empty_cache, head, hidden, stack_layers
 
 
-def generator(config: ModelConfig, how: How = How()) -> Generate:
+def generator(config: ModelConfig, how: How = How()) -> Callable[..., np.ndarray]:
     """Return `generate(params, ids (B, T), n, temperature=0.0, seed=0)` → (B, T + n) for a model.
 
     It is compiled once for each T and n.
@@ -28,23 +26,24 @@ def generator(config: ModelConfig, how: How = How()) -> Generate:
     (1, 5)
     """
 
-    def next_logits(params: Params, ids_BT: Array, cache: Cache, start: Array | int) -> tuple[Array, Cache]:
-        x_BTD, cache = hidden(params, config, ids_BT, how, cache=cache, start=start)
-        return (x_BTD[:, -1] @ head(params, x_BTD.dtype, how.mesh).T).astype(jnp.float32), cache
-
     @functools.partial(jax.jit, static_argnames="n")
     @jax.default_matmul_precision(EXACT)
     def run(params: Params, ids_BT: Array, n: int, temperature: Array, key: Array) -> Array:
         batch, length = ids_BT.shape
-        cache = empty_cache(config, batch, length + n, how.dtype or params["embedding.weight"].dtype)
-        logits_BW, cache = next_logits(params, ids_BT, cache, 0)
+        dtype = how.dtype or params["embedding.weight"].dtype
+        params = {name: param.astype(dtype) for name, param in params.items()}  # once, not for every token
+        stacks, cache = stack_layers(params, config, dtype), empty_cache(config, batch, length + n, dtype)
+
+        def next_logits(ids_BT: Array, cache: Cache, start: Array | int) -> tuple[Array, Cache]:
+            x_BTD, cache = hidden(params, config, ids_BT, how, None, stacks, cache, start)
+            return (x_BTD[:, -1] @ head(params, dtype, how.mesh).T).astype(jnp.float32), cache
 
         def step(held: tuple[Array, Cache], at: Array) -> tuple[tuple[Array, Cache], Array]:
             logits_BW, cache = held
             token_B = choose(logits_BW, temperature, jax.random.fold_in(key, at))
-            return next_logits(params, token_B[:, None], cache, at), token_B
+            return next_logits(token_B[:, None], cache, at), token_B
 
-        (logits_BW, _), tokens = jax.lax.scan(step, (logits_BW, cache), length + jnp.arange(n - 1))
+        (logits_BW, _), tokens = jax.lax.scan(step, next_logits(ids_BT, cache, 0), length + jnp.arange(n - 1))
         last_B = choose(logits_BW, temperature, jax.random.fold_in(key, length + n - 1))
         return jnp.concatenate([ids_BT, tokens.T, last_B[:, None]], axis=1)
 

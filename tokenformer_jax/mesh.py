@@ -30,18 +30,16 @@ def make_mesh(config: ParallelConfig, device: str = "auto") -> Mesh:
     except RuntimeError:
         raise UserError(f"train.device is {device}, but JAX sees no such device: give train.device=auto") from None
     if config.pipeline != 1 or config.offload:
-        raise UserError(
-            "parallel.pipeline or parallel.offload is given, but in JAX there are shard and token: give these"
-        )
+        raise UserError("parallel.pipeline and parallel.offload are not in JAX: give parallel.shard and parallel.token")
     sizes = [-1 if config.replicate is None else config.replicate, config.shard, config.token]
     known = math.prod(size for size in sizes if size > 0)
     sizes = [len(devices) // known if size < 0 else size for size in sizes]
     count = math.prod(sizes)
     if not 0 < count <= len(devices) or (jax.process_count() > 1 and count < len(devices)):
-        raise UserError(
-            f"parallel asks for {' × '.join(map(str, sizes))} devices (replicate × shard × token), but there are "
-            f"{len(devices)}: give degrees whose product is that"
-        )
+        asked = f"parallel asks for {' × '.join(map(str, sizes))} devices (replicate × shard × token)"
+        raise UserError(f"{asked}, but there are {len(devices)}: give degrees whose product is that")
+    if sizes[0] * sizes[1] % jax.process_count():
+        raise UserError(f"parallel.token={sizes[2]} spans {jax.process_count()} processes: give a smaller one")
     return Mesh(np.array(devices[:count]).reshape(sizes), AXES)
 
 
@@ -56,20 +54,15 @@ def placement(name: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec())
     rows, columns = shape
     if rows % mesh.shape["token"]:
-        raise UserError(
-            f"'{name}' has {rows} rows, which cannot be split over parallel.token={mesh.shape['token']} in JAX: give a "
-            "degree that divides the parameter tokens of every segment and the vocabulary"
-        )
+        do = "give a degree that divides the parameter tokens of every segment, and the vocabulary"
+        raise UserError(f"'{name}' has {rows} rows, which parallel.token={mesh.shape['token']} does not divide: {do}")
     return NamedSharding(mesh, PartitionSpec("token", "fsdp" if columns % mesh.shape["fsdp"] == 0 else None))
 
 
 def put(arrays: Mapping[str, np.ndarray], mesh: Mesh, prefix: str = "") -> dict[str, Array]:
     """Lay whole arrays, which every process holds, over the devices."""
-    found = {}
-    for name, array in arrays.items():
-        where = placement(prefix or name, array.shape, mesh)
-        found[name] = jax.make_array_from_callback(array.shape, where, lambda index, array=array: array[index])
-    return found
+    where = {name: placement(prefix or name, array.shape, mesh) for name, array in arrays.items()}
+    return {n: jax.make_array_from_callback(array.shape, where[n], array.__getitem__) for n, array in arrays.items()}
 
 
 def put_rows(array: np.ndarray, mesh: Mesh, lead: int = 0) -> Array:

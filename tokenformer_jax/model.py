@@ -34,12 +34,10 @@ LOGITS = 1 << 27  # held at once; backward computes them again
 
 
 class How(NamedTuple):
-    """How the model is computed. `dtype` None: as the parameters. `remat`: what backward recomputes, as
-    train.activation_checkpointing says it.
-    """
+    """How the model is computed."""
 
-    dtype: Any = None
-    remat: str = "none"
+    dtype: Any = None  # as the parameters
+    remat: str = "none"  # what backward recomputes, as train.activation_checkpointing says it
     mesh: Mesh | None = None
 
 
@@ -138,14 +136,11 @@ def norm(x: Array, eps: float, weight: Array | None = None, bias: Array | None =
     )
 
 
-def runs(config: ModelConfig) -> list[tuple[range, dict[str, list[tuple[int, float]]]]]:
+def runs(config: ModelConfig) -> list[tuple[list[int], dict[str, list[tuple[int, float]]]]]:
     """Return neighbouring layers of equal segments and τ, and these segments by projection."""
     every = [{which: config.segments(which, layer) for which in PROJECTIONS} for layer in range(config.layers)]
-    found = []
-    for _, group in itertools.groupby(range(config.layers), key=lambda layer: every[layer]):
-        layers = list(group)
-        found.append((range(layers[0], layers[-1] + 1), every[layers[0]]))
-    return found
+    groups = itertools.groupby(range(config.layers), key=every.__getitem__)
+    return [(list(layers), segments) for segments, layers in groups]
 
 
 def empty_cache(config: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
@@ -154,18 +149,24 @@ def empty_cache(config: ModelConfig, batch: int, length: int, dtype: Any) -> Cac
     return [tuple(jnp.zeros((len(layers), *shape), dtype) for _ in range(2)) for layers, _ in runs(config)]  # type: ignore
 
 
+def stack_layers(params: Params, config: ModelConfig, dtype: Any) -> list[dict[str, Array]]:
+    """Return the parameters of each run of equal layers, (layers, …) by their name in a block, in the compute type."""
+    found = []
+    for layers, _ in runs(config):
+        first = f"blocks.{layers[0]}."
+        names = [name.removeprefix(first) for name in params if name.startswith(first)]
+        found.append({n: jnp.stack([params[f"blocks.{i}.{n}"].astype(dtype) for i in layers]) for n in names})
+    return found
+
+
 def hidden(
-    params: Params,
-    config: ModelConfig,
-    ids_BT: Array,
-    how: How = How(),
-    documents_BT: Array | None = None,
-    cache: Cache | None = None,
-    start: Array | int = 0,
-) -> tuple[Array, Cache]:
+    params: Params, config: ModelConfig, ids_BT: Array, how: How = How(),
+    documents_BT: Array | None = None, stacks: list | None = None, cache: Cache | None = None, start: Array | int = 0,
+) -> tuple[Array, Cache]:  # fmt: skip
     """Return the input of the output head (B, T, D), and the cache with these positions.
 
-    With a cache, either a prompt is read into an empty one, or one token is added at position `start`.
+    With a cache, either a prompt is read into an empty one, or one token is added at position `start`. `stacks`: what
+    `stack_layers` made, where many calls use it.
     """
     table_WD = constrain(params["embedding.weight"], how.mesh, "token", None)
     x_BTD = constrain(table_WD[ids_BT].astype(how.dtype or table_WD.dtype), how.mesh, ROWS)
@@ -177,15 +178,13 @@ def hidden(
         seen = same & jnp.tril(jnp.ones((length, length), bool))
     elif cache is not None and length == 1:
         seen = jnp.arange(cache[0][0].shape[2])[None, None, None] <= start
-    held: Cache = []
-    for number, (layers, segments) in enumerate(runs(config)):
-        names = [name.removeprefix(f"blocks.{layers[0]}.") for name in shapes(config) if f"blocks.{layers[0]}." in name]
-        stack = {n: jnp.stack([params[f"blocks.{layer}.{n}"].astype(dtype) for layer in layers]) for n in names}
+    stacks, held = stack_layers(params, config, dtype) if stacks is None else stacks, Cache()
+    for number, (_, segments) in enumerate(runs(config)):
         block = functools.partial(_block, config, segments, cos_sin, seen, how.mesh, start)
         if how.remat != "none":
             keep = None if how.remat == "full" else jax.checkpoint_policies.dots_saveable
             block = jax.checkpoint(block, policy=keep, prevent_cse=False)  # a scan needs no barrier against merging
-        x_BTD, kept = jax.lax.scan(block, x_BTD, (stack, cache and cache[number]))
+        x_BTD, kept = jax.lax.scan(block, x_BTD, (stacks[number], cache and cache[number]))
         held.append(kept)
     return norm(x_BTD, config.norm_eps, params["norm.weight"], params["norm.bias"]), held
 
@@ -200,10 +199,8 @@ def _block(config: ModelConfig, segments: dict, cos_sin, seen, mesh, start, x_BT
 
     normed = norm(x_BTD, config.norm_eps)
     split = "token" if mesh is not None and config.heads % mesh.shape["token"] == 0 else None
-    q, k, v = (
-        constrain(project(normed, part).reshape(*x_BTD.shape[:2], config.heads, -1), mesh, ROWS, None, split, None)
-        for part in PARTS[:3]
-    )
+    heads = (project(normed, part).reshape(*x_BTD.shape[:2], config.heads, -1) for part in PARTS[:3])
+    q, k, v = (constrain(x, mesh, ROWS, None, split, None) for x in heads)
     q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
     if cache is not None:
         cache = tuple(jax.lax.dynamic_update_slice(old, new, (0, start, 0, 0)) for old, new in zip(cache, (k, v)))  # noqa: B905

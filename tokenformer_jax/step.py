@@ -6,7 +6,7 @@ of `tokenformer`, since optax's corrects the bias of its momentum and so mixes g
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,14 +91,18 @@ def update(
     for name, gradient in gradients.items():
         if "momentum" not in (old := state[name]):
             was = optax.ScaleByAdamState(old["step"].astype(jnp.int32), old["exp_avg"], old["exp_avg_sq"])
-            moves[name], now = adam.update(gradient, was)
-            kept[name] = {"exp_avg": now.mu, "exp_avg_sq": now.nu, "step": now.count.astype(jnp.float32)}
+            moves[name], (count, *moments) = cast(Any, adam.update(gradient, was))
+            kept[name] = dict(
+                zip(("step", "exp_avg", "exp_avg_sq"), (count.astype(jnp.float32), *moments), strict=True)
+            )
     for units in _alike(gradients, state, config.segments == "joint").values():
         stack = lambda arrays: jnp.stack([jnp.concatenate([arrays[n] for n in unit]) for unit in units])  # noqa: B023, E731
         gradient, momentum = stack(gradients), stack({n: state[n]["momentum"] for unit in units for n in unit})
         momentum = momentum + (1 - config.momentum) * (gradient - momentum)
         direction = gradient + config.momentum * (momentum - gradient)  # Nesterov
-        direction = orthogonalise(direction, config.orthogonal_steps, _dtype(config, gradient.dtype), mesh)
+        own = gradient.dtype if jax.default_backend() == "cpu" else jnp.bfloat16
+        dtype = {"auto": own, "bf16": jnp.bfloat16, "fp32": jnp.float32}[config.orthogonal_dtype]
+        direction = orthogonalise(direction, config.orthogonal_steps, dtype, mesh)
         direction *= 0.2 * max(gradient.shape[1:]) ** 0.5  # an orthogonal update of this length has AdamW's RMS
         for unit, parts in zip(units, zip(direction, momentum, strict=True), strict=True):
             edges = np.cumsum([len(gradients[name]) for name in unit])[:-1]
@@ -117,12 +121,6 @@ def _alike(gradients: Params, state: State, joint: bool) -> dict[tuple, list[lis
     for unit in units.values():
         found.setdefault(tuple(gradients[name].shape for name in unit), []).append(unit)
     return found
-
-
-def _dtype(config: OptimizerConfig, like: Any) -> Any:
-    if config.orthogonal_dtype == "auto":
-        return like if jax.default_backend() == "cpu" else jnp.bfloat16
-    return jnp.bfloat16 if config.orthogonal_dtype == "bf16" else jnp.float32
 
 
 @jax.default_matmul_precision(EXACT)

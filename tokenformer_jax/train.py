@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -30,7 +29,7 @@ from tokenformer.files import atomic_folder, write_text, writing
 from tokenformer.growth import progressive, stages
 from tokenformer.growth.plan import Plan, plan_growth
 from tokenformer.hub.open import Opened, locate
-from tokenformer.hub.run_folder import expected_form, find_newest, read_state, remove_old
+from tokenformer.hub.run_folder import Found, expected_form, find_newest, read_state, remove_old, sweep
 from tokenformer.hub.sidecars import read_config, read_history, sidecars
 from tokenformer.models.cost import cost, training_flops_per_sample
 from tokenformer.models.names import parse
@@ -55,8 +54,9 @@ def check_recipe(c: Config) -> None:
     refused |= {"optimizer.layer_decay": c.optimizer.layer_decay != 1 and c.optimizer.layer_decay}
     for name, value in refused.items():
         if value:
-            do = "leave it out, or train with the package `tokenformer`"
-            raise UserError(f"{name} is {str(value)[:40]}, which there is not in JAX: {do}")
+            raise UserError(
+                f"{name} is {str(value)[:40]}, which there is not in JAX: leave it out, or use `tokenformer`"
+            )
 
 
 class Trainer:
@@ -78,11 +78,12 @@ class Trainer:
         self.said = [f"changed: {line}" for line in changes(self.folder, before, c)] if before else []
         self.chain, self.grown = [check(model) for model in stages.chain(c.model, self.stages)], stages.Progress()
         self.costs = [training_flops_per_sample(model) for model in self.chain]
-        for name, shape in (pair for model in self.chain for pair in shapes(model).items()):
-            placement(name, shape, self.mesh)  # refuses what cannot be split
+        for model in self.chain:
+            [placement(name, shape, self.mesh) for name, shape in shapes(model).items()]  # refuses what cannot be split
         self.float = jax.dtypes.canonicalize_dtype(np.float64)  # of parameters: fp32, unless JAX_ENABLE_X64 is set
-        compute = jnp.bfloat16 if c.train.precision == "bf16" else None
-        self.how = How(compute, c.train.activation_checkpointing, self.mesh)
+        self.how = How(
+            jnp.bfloat16 if c.train.precision == "bf16" else None, c.train.activation_checkpointing, self.mesh
+        )
         cut = {"micro_batch": (c.micro_batch or 1) * self.share, "rank": jax.process_index()}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
@@ -91,8 +92,9 @@ class Trainer:
         self.units = (c.batch or 0) * c.model.context  # tokens per step
         self.totals, self.in_a_row = Totals("tokens"), 0  # of steps that were skipped
         self.parts = {"growth": self.grown, "loader": self.loader, "totals": self.totals}
-        found = find_newest(self.folder).path if before else None
-        self.restore(found) if found else self.begin()
+        self.found = find_newest(self.folder) if before else Found(None, [], [])
+        self.said += self.found.notes
+        self.restore(self.found.path) if self.found.path else self.begin()
         stages.check_reached(self.stages, self.grown, c.steps, self.units)
 
     def begin(self) -> None:
@@ -141,7 +143,7 @@ class Trainer:
         self.train = train_step(c, model, self.how, frozen, shares)
         how = self.how._replace(remat="none")
         self.sums = jax.jit(lambda p, b: loss(p, model, b["ids"], b["labels"], b.get("documents"), how))
-        self.generate = generator(model, how)
+        self.generate = generator(model, How(how.dtype))
 
     def plan(self, before: ModelConfig, stage: GrowthStage, number: int = 0) -> Plan:
         return plan_growth(before, list(shapes(before)), stage, ends=ENDS, seed=self.config.seed, number=number)
@@ -162,7 +164,9 @@ class Trainer:
         batches = iter(self.loader)
         while self.step < c.steps and not self.asked:
             while stage := stages.due(self.stages, self.grown, self.step, self.units):
-                self.grow(stage)
+                self.log()
+                with self.clock.aside():
+                    self.grow(stage)
             some = [next(batches).fields for _ in range(self.loader.micro_batches)]
             batch = {name: put_rows(np.stack([fields[name] for fields in some]), self.mesh, lead=1) for name in some[0]}
             rate = jnp.asarray(self.rate(self.step), self.float)
@@ -172,10 +176,11 @@ class Trainer:
             save = (c.checkpoint.every and self.step % c.checkpoint.every == 0) or self.step in c.checkpoint.also
             if self.step % c.log.every == 0 or save or self.step == c.steps:
                 self.log()
-            if (c.validation.every and self.step % c.validation.every == 0) or self.step == c.steps:
-                self.validate()
-            if save:
-                self.save()
+            with self.clock.aside():
+                if (c.validation.every and self.step % c.validation.every == 0) or self.step == c.steps:
+                    self.validate()
+                if save:
+                    self.save()
         self.log()
         self.save()
         self.report.say(f"{'stopped' if self.asked else 'done'} after step {self.step}; its state is in {self.folder}")
@@ -192,7 +197,6 @@ class Trainer:
 
     def grow(self, stage: GrowthStage) -> None:
         """Grow the model and its optimizer; the state before is saved, and a rerun from there gives the same bits."""
-        self.log()
         self.save()
         plan, losses = self.plan(self.model, stage, len(self.history)), [self.measure()]
         params, state = {name: whole(array) for name, array in self.params.items()}, values.State()
@@ -237,12 +241,11 @@ class Trainer:
             self.report.sample(self.step, {"text": self.tokenizer.decode(made[0].tolist())})
 
     def open_report(self) -> Report | Silent:
-        """Remove what a killed process left half-written, write the config, and say what is trained."""
+        """Clear what a killed process left half-written, write the config, and say what is trained."""
         if not self.first:
             return Silent()
         with writing(f"the run {self.folder}", ELSEWHERE):
-            for path in (self.folder / "checkpoints").glob(".*"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.said += sweep(self.folder, self.found)
             write_text(self.folder / "config.yml", native.to_yaml(self.config))
             report = Report(self.folder, self.config, self.step, sys.argv)
         where = f"{self.mesh.devices.flat[0].platform}, {', '.join(f'{k} {v}' for k, v in self.mesh.shape.items())}"
@@ -262,16 +265,12 @@ class Trainer:
             if skipped:
                 self.report.row("event", step, what="skipped", loss=found)
                 self.report.say(f"step {step} was skipped: its loss or gradient is not finite")
-        good = [row[0] for row in rows if not row[2]]
+        good = [row[0] for row in rows if not row[2]] or [math.nan]
         self.totals.units += units
         self.totals.flops += len(rows) * (self.config.batch or 0) * self.costs[len(self.grown.steps)]
         self.totals.hours += taken / 3600
         held = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or memory()
-        about = {
-            "loss": sum(good) / len(good) if good else math.nan,
-            "norm": rows[-1][1],
-            "rate": self.rate(self.step - 1),
-        }
+        about = {"loss": sum(good) / len(good), "norm": rows[-1][1], "rate": self.rate(self.step - 1)}
         about |= {**self.totals.state_dict(), "tokens_per_second": units / taken, "mfu": None, "memory": held}
         self.report.progress(self.step, {**about, "left": (self.config.steps - self.step) * taken / len(rows)})
         if self.in_a_row >= self.config.train.skip_limit:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
 os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}  # read when jax is first imported
 
 from tokenformer.config import Config, load

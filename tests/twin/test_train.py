@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -109,7 +110,7 @@ MESHES = {
 
 def test_eight_devices_compute_what_one_computes(tiny, tmp_path):
     """In fp32, with both update rules: Muon's matrices are gathered and shared out over the devices."""
-    settings, found = ("steps=3", "optimizer.kind=muon", "batch=16", "micro_batch=1"), {}
+    settings, found = ("steps=3", "optimizer.kind=muon", "batch=16", "micro_batch=1", "validation.generate=2"), {}
     for name, degrees in {"one": ONE, **MESHES}.items():
         trainer = Trainer(tiny(*settings, *degrees), tmp_path / name)
         key = trainer.params["blocks.0.ffn.segments.0.key_tokens"]
@@ -120,54 +121,65 @@ def test_eight_devices_compute_what_one_computes(tiny, tmp_path):
     for name in MESHES:
         assert np.abs(np.subtract(found[name][1], found["one"][1])).max() < 1e-6, name
         assert differ(found[name][0], found["one"][0]) < 1e-6, name
-    with pytest.raises(UserError, match=r"has 12 rows, which cannot be split over parallel\.token=8"):
+    with pytest.raises(UserError, match=r"has 12 rows, which parallel\.token=8 does not divide"):
         Trainer(tiny("parallel.token=8"), tmp_path / "wrong")
     with pytest.raises(UserError, match="there are 8: give degrees"):
         Trainer(tiny("parallel.token=16"), tmp_path / "wrong")
 
 
-def start(config_file: Path, run: Path, cache: Path, *settings: str) -> subprocess.Popen:
-    """Train in a process where torch cannot be imported."""
-    code = "import sys; sys.modules['torch'] = None; from tokenformer_jax.__main__ import main; sys.exit(main())"
-    words = [sys.executable, "-c", code, "train", str(config_file), *settings, *ONE, "--out", str(run), "--resume"]
+def start(cache: Path, *calls: list[str], **more: str) -> subprocess.Popen:
+    """Give the command line these words, one call after the other, in a process where torch cannot be imported."""
+    code = "import sys; sys.modules['torch'] = None; from tokenformer_jax.__main__ import main; "
+    code += f"sys.exit(max(main(words) for words in {calls!r}))"
     kept = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | kept)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], **pipes, env=os.environ | kept | more)
 
 
 @pytest.mark.multi
 def test_a_killed_run_ends_in_the_bits_of_the_uninterrupted_one_without_torch(config_file, tmp_path):
-    settings = ("checkpoint.every=1", "checkpoint.keep=2", "steps=40", GROWTH, "validation.generate=4")
-    whole = start(config_file, tmp_path / "whole", tmp_path / "cache", *settings)
-    said, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0 and "grown from" in said, said
+    settings = ("checkpoint.every=1", "checkpoint.keep=2", "steps=16", GROWTH, "validation.generate=4", *ONE)
+    train = ["train", str(config_file), *settings, "--resume", "--out"]
+    whole = start(tmp_path / "cache", [*train, str(tmp_path / "whole")])
+    said = whole.communicate(timeout=300)
+    assert whole.returncode == 0 and "grown from" in said[0], said
     for after in (2, 5):  # before the growth, and after it
-        run = start(config_file, tmp_path / "run", tmp_path / "cache", *settings)
+        run = start(tmp_path / "cache", [*train, str(tmp_path / "run")])
         while run.poll() is None and max(all_steps(tmp_path / "run"), default=0) < after:
             time.sleep(0.005)
         run.send_signal(signal.SIGKILL)
-        said, _ = run.communicate()
+        said = run.communicate()
         assert run.returncode == -signal.SIGKILL, said
-    run = start(config_file, tmp_path / "run", tmp_path / "cache", *settings)
-    said, _ = run.communicate(timeout=300)
-    assert run.returncode == 0 and "going on from step" in said, said
+    ask = ["generate", str(tmp_path / "run"), "--prompt", "Alice", "--tokens", "5"]
+    run = start(tmp_path / "cache", [*train, str(tmp_path / "run")], ask, ["eval", str(tmp_path / "run"), *ONE])
+    said = run.communicate(timeout=300)
+    assert run.returncode == 0 and "going on from step" in said[0], said
     for part in ("model", "optim"):
         one, other = tensors(tmp_path / "run", part), tensors(tmp_path / "whole", part)
         assert one.keys() == other.keys() and all(np.array_equal(array, other[name]) for name, array in one.items())
-    rows = [[{k: v for k, v in row.items() if k in ("kind", "step", "loss", "text")} for row in read_rows(tmp_path / r)]
-            for r in ("run", "whole")]  # fmt: skip
-    assert rows[0] == rows[1]
+    kept = ("kind", "step", "loss", "text")
+    run_rows, whole_rows = (read_rows(tmp_path / name) for name in ("run", "whole"))
+    assert [[row.get(k) for k in kept] for row in run_rows] == [[row.get(k) for k in kept] for row in whole_rows]
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
-    ask = "import sys; sys.modules['torch'] = None; from tokenformer_jax.__main__ import main; sys.exit(main())"
-    verbs = {"eval": [], "generate": ["--prompt", "Alice", "--tokens", "5"]}
-    done = {
-        verb: subprocess.run(
-            [sys.executable, "-c", ask, verb, str(tmp_path / "run"), *more], capture_output=True, text=True, check=True
-        ).stdout
-        for verb, more in verbs.items()
-    }
-    assert done["generate"].startswith("Alice")
-    measured = [row["loss"] for row in read_rows(tmp_path / "run") if row["kind"] == "validation"][-1]
-    assert abs(json.loads(done["eval"])["loss"] - measured) < 1e-5
+    *_, generated, measured = said[0].strip().splitlines()
+    assert generated.startswith("Alice")
+    validation = [row["loss"] for row in run_rows if row["kind"] == "validation"][-1]
+    assert abs(json.loads(measured)["loss"] - validation) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_processes_of_four_devices_compute_what_one_device_computes(config_file, tiny, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["train", str(config_file), "parallel.shard=4", "parallel.token=2", "--out", str(tmp_path / "two")]
+    flags = os.environ["XLA_FLAGS"].replace("count=8", "count=4")
+    both = [start(tmp_path / "cache", [*words, "--distributed", f"{where},{i},2"], XLA_FLAGS=flags) for i in (0, 1)]
+    said = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    Trainer(tiny(*ONE), tmp_path / "one").run()
+    assert differ(tensors(tmp_path / "two"), tensors(tmp_path / "one")) < 1e-6
 
 
 def test_what_a_run_in_jax_does_not_do_is_refused_before_anything_is_written(tiny, tmp_path):

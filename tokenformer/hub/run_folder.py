@@ -6,6 +6,7 @@ Unusual: `last` is a note for people. Which checkpoint is used follows from the 
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenformer.errors import UserError
-from tokenformer.files import check_manifest
+from tokenformer.files import check_manifest, write_text
 from tokenformer.parsing import first_text, is_file, read_json, shown
 
 
@@ -67,6 +68,24 @@ def find_newest(run: Path, check: Callable[[Path], None] = check_manifest) -> Fo
     if notes:
         raise UserError(f"no checkpoint of {run} is whole: put one back from a copy; {'; '.join(notes)}")
     return Found(None, [], [])
+
+
+def sweep(run: Path, found: Found) -> list[str]:
+    """Remove what a killed process left half-written or half-removed, and rename damaged checkpoints.
+
+    Return a sentence for each of these, which keep their files; `last` then names the checkpoint in use.
+    """
+    said = []
+    for path in (run / "checkpoints").glob(".*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in found.damaged:
+        names = (path.with_name(f"{path.name}.damaged{n or ''}") for n in itertools.count())
+        aside = next(name for name in names if not name.exists())
+        os.rename(path, aside)
+        said.append(f"the damaged {path.name} is kept aside as {aside}: delete it when you need it no more")
+    if found.path is not None and found.notes:
+        write_text(run / "checkpoints" / "last", found.path.name + "\n")
+    return said
 
 
 def _without_advice(error: Exception) -> str:

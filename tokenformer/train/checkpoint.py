@@ -5,10 +5,8 @@ manifest. A checkpoint is written to a hidden folder and renamed when it is comp
 
 import contextlib
 import functools
-import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -122,23 +120,6 @@ class Checkpoints:
         except (OSError, UserError) as error:
             raise CheckpointFailed(f"the checkpoint of step {step} could not be written ({reason(error)})") from error
         self.saved = step
-
-    def sweep(self, found: Found) -> list[str]:
-        """Remove what a killed process left half-written or half-removed, and rename damaged checkpoints.
-
-        Return a sentence for each of these, which keep their files; `last` then names the checkpoint in use.
-        """
-        said = []
-        for path in (self.run / "checkpoints").glob(".*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in found.damaged:
-            names = (path.with_name(f"{path.name}.damaged{n or ''}") for n in itertools.count())
-            aside = next(name for name in names if not name.exists())
-            os.rename(path, aside)
-            said.append(f"the damaged {path.name} is kept aside as {aside}: delete it when you need it no more")
-        if found.path is not None and found.notes:
-            write_text(self.run / "checkpoints" / "last", found.path.name + "\n")
-        return said
 
 
 class CheckpointFailed(Exception):
