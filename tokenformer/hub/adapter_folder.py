@@ -15,9 +15,10 @@ from torch import Tensor
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest
 from tokenformer.hub.fill import check_values
-from tokenformer.hub.folder import Tensors, read_history, write_tensors
+from tokenformer.hub.folder import Tensors, write_tensors
 from tokenformer.hub.open import HubName, find_source
 from tokenformer.hub.run_folder import newest_whole
+from tokenformer.hub.sidecars import read_history
 from tokenformer.parsing import YAML_BYTES, is_file, parse_yaml, read_text
 from tokenformer.strict import build, key, need, to_yaml
 

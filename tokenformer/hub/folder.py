@@ -17,29 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tokenformer import config as native
-from tokenformer.config import ModelConfig, ModelFile
+from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.files import TENSORS, atomic_folder, check_manifest
 from tokenformer.hub.fill import check_shapes, check_values, empty, fill
+from tokenformer.hub.sidecars import read_config, read_history, sidecars
 from tokenformer.parsing import is_file, parse_json, read_text, shown
 
 SHARD_BYTES = 5 * 10**9  # the most that one file holds
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NUMBERS = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # beside weights
-
-
-def read_config(folder: Path) -> ModelConfig:
-    return native.load(folder / "config.yml").model
-
-
-def read_history(folder: Path) -> list[dict]:
-    """Return the growths of the model, oldest first."""
-    path = folder / "history.json"
-    history = parse_json(read_text(path), str(path)) if path.exists() else []
-    if not isinstance(history, list) or not all(isinstance(event, dict) for event in history):
-        raise UserError(f"{path} should hold a list of growths, not {shown(history)}: get it anew")
-    return history
 
 
 def read_images(folder: Path) -> dict[str, Any]:
@@ -142,16 +129,6 @@ class Stored(Tensors):
 
     def __getitem__(self, name: str) -> Tensor:
         return check_values(name, super().__getitem__(name), str(self.folder))
-
-
-def sidecars(
-    config: ModelConfig, history: list[dict], tokenizer_json: str | None = None, images: dict[str, Any] | None = None
-) -> dict[str, str]:
-    """Return what stands beside a model's tensors, in our folders and in checkpoints: text by file name."""
-    files = {"config.yml": native.to_yaml(ModelFile(config)), "history.json": json.dumps(history, indent=1) + "\n"}
-    if images:
-        files["images.json"] = json.dumps(images, indent=1) + "\n"
-    return files if tokenizer_json is None else {**files, "tokenizer.json": tokenizer_json}
 
 
 def save_folder(

@@ -20,8 +20,9 @@ from tokenformer.data.text.tokenizer import FileTokenizer
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, atomic_folder, check_manifest
 from tokenformer.hub.fill import fill
-from tokenformer.hub.folder import Tensors, read_history, write_tensors
+from tokenformer.hub.folder import Tensors, write_tensors
 from tokenformer.hub.remote import FILE, MAPS, modeling_source
+from tokenformer.hub.sidecars import read_history
 from tokenformer.models import LanguageModel
 from tokenformer.parsing import read_json
 

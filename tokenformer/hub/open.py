@@ -27,6 +27,7 @@ from tokenformer.data.text.tokenizer import (
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, WEIGHTS, check_manifest
 from tokenformer.hub import official_config
+from tokenformer.hub.sidecars import read_config as read_model_config
 from tokenformer.parsing import is_file, is_folder, read_json, read_text
 
 if TYPE_CHECKING:
@@ -90,7 +91,6 @@ def locate(source: str | Path, values: bool = True) -> Located:
 
     Without `values` weights are compared with their manifest by their size alone, which is quick.
     """
-    from tokenformer.hub import official
     from tokenformer.hub.run_folder import newest_whole
 
     path = find_source(source)
@@ -115,6 +115,8 @@ def locate(source: str | Path, values: bool = True) -> Located:
     about = path / "config.json"
     if is_file(about) and read_json(about).get("model_type") in MODEL_TYPES:
         return Located("hf", path)
+    from tokenformer.hub import official  # the only kind whose search needs torch
+
     weights = official.find(path)
     if weights is None:
         known = "expected a folder of ours, of Hugging Face or official"
@@ -162,6 +164,8 @@ class Opened:
 
     @cached_property
     def config(self) -> "ModelConfig":
+        if self.located.kind in ("ours", "checkpoint"):  # without torch
+            return read_model_config(self.located.path)
         return self.given or self._readers[0](self.located.path)
 
     @cached_property

@@ -5,10 +5,8 @@ manifest. A checkpoint is written to a hidden folder and renamed when it is comp
 
 import contextlib
 import functools
-import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,10 +19,11 @@ from tokenformer.config import CheckpointConfig
 from tokenformer.errors import UserError
 from tokenformer.files import atomic_folder, check_manifest, write_text
 from tokenformer.hub.dcp import read_tensors, stored, write_tensors
-from tokenformer.hub.run_folder import Found, all_steps, find_newest
+from tokenformer.hub.run_folder import Found, find_newest, remove_old
+from tokenformer.hub.run_folder import expected_form as expected_form
+from tokenformer.hub.run_folder import read_state as read_state
 from tokenformer.parallel.layout import Layout
 from tokenformer.parallel.mesh import Place
-from tokenformer.parsing import read_json
 from tokenformer.train.rules import State
 
 
@@ -115,38 +114,12 @@ class Checkpoints:
                     with plain_reasons():
                         hidden.close()
                     write_text(self.run / "checkpoints" / "last", path.name + "\n")
-                    self._remove_old()
+                    remove_old(self.run, self.config.keep, self.config.keep_every)
 
                 self.place.run_on_first(complete)
         except (OSError, UserError) as error:
             raise CheckpointFailed(f"the checkpoint of step {step} could not be written ({reason(error)})") from error
         self.saved = step
-
-    def _remove_old(self) -> None:
-        steps = all_steps(self.run)
-        old = list(steps)[: -self.config.keep] if self.config.keep else []
-        for step in old:
-            if not (self.config.keep_every and step % self.config.keep_every == 0):
-                hidden = steps[step].with_name(f".{steps[step].name}")
-                os.rename(steps[step], hidden)  # at once, so that half a checkpoint is never seen
-                shutil.rmtree(hidden)
-
-    def sweep(self, found: Found) -> list[str]:
-        """Remove what a killed process left half-written or half-removed, and rename damaged checkpoints.
-
-        Return a sentence for each of these, which keep their files; `last` then names the checkpoint in use.
-        """
-        said = []
-        for path in (self.run / "checkpoints").glob(".*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in found.damaged:
-            names = (path.with_name(f"{path.name}.damaged{n or ''}") for n in itertools.count())
-            aside = next(name for name in names if not name.exists())
-            os.rename(path, aside)
-            said.append(f"the damaged {path.name} is kept aside as {aside}: delete it when you need it no more")
-        if found.path is not None and found.notes:
-            write_text(self.run / "checkpoints" / "last", found.path.name + "\n")
-        return said
 
 
 class CheckpointFailed(Exception):
@@ -217,28 +190,6 @@ def read_optimizer(checkpoint: Path, layout: Layout) -> State:
     into = {f"{kind}/{name}": layout.part(name, t) for name, entry in state.items() for kind, t in entry.items()}
     read_tensors(checkpoint / "optim", into, held)
     return state
-
-
-def read_state(checkpoint: Path) -> dict:
-    """Read what a run keeps beside its tensors."""
-    state = read_json(checkpoint / "state.json")
-    with expected_form(checkpoint):
-        if type(state["step"]) is not int or checkpoint.name != f"step-{state['step']:08d}":
-            raise ValueError(f"step is {state['step']!r:.40}")
-    return state
-
-
-@contextlib.contextmanager
-def expected_form(checkpoint: Path) -> Iterator[None]:
-    """Refuse in a sentence a state that is not of the form that a run writes."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(
-            f"{checkpoint / 'state.json'} is not of the form that a run writes ({why}): move {checkpoint} away to use "
-            "the checkpoint before it"
-        ) from None
 
 
 def rng_state() -> dict[str, list[int]]:

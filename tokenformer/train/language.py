@@ -1,6 +1,5 @@
 """Next-token prediction on prepared text: the task of language models."""
 
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from tokenformer.config import Config
 from tokenformer.data.loader import Batch
-from tokenformer.data.text.samples import open_sets, text_loader, text_tokenizer
-from tokenformer.data.text.tokenizer import padded_vocab, with_end
+from tokenformer.data.text.samples import training_text
+from tokenformer.data.text.tokenizer import with_end
 from tokenformer.errors import UserError
 from tokenformer.parallel.mesh import Place
 from tokenformer.train.task import Task
@@ -24,23 +23,11 @@ class LanguageTask(Task):
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         super().__init__(config, place, device)
-        c = config
-        times = c.steps // c.validation.every + 1 if c.validation.every else 1
-        if c.data.images is not None:
+        if config.data.images is not None:
             raise UserError("data.images is given, but this is no image model: remove it, or set model.of=image")
-        if c.train.drop_path:
-            raise UserError(f"train.drop_path is {c.train.drop_path}, but this is no image model: remove it")
-        sets = open_sets(c.data, c.model.vocab)
-        self.tokenizer = text_tokenizer(c.data, sets)
-        load = functools.partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **self.cut)
-        self.loader = load(batch=self.batch, samples=c.steps * self.batch)
-        if self.tokenizer.vocab_size > c.model.vocab:
-            raise UserError(
-                f"the data has a vocabulary of {self.tokenizer.vocab_size} ids but model.vocab is {c.model.vocab}: "
-                f"set model.vocab={padded_vocab(self.tokenizer.vocab_size)}, or prepare it with another tokenizer"
-            )
-        wanted, epochs = self.held_out_samples, None if len(sets) > 1 else 1  # each held-out sample counts once
-        self.held_out = load(batch=wanted, samples=times * wanted, part="validation", epochs=epochs, empty=True)
+        if config.train.drop_path:
+            raise UserError(f"train.drop_path is {config.train.drop_path}, but this is no image model: remove it")
+        self.tokenizer, self.loader, self.held_out = training_text(config, **self.cut)
 
     @property
     def units_per_step(self) -> int:

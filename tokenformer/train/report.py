@@ -18,9 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tokenformer import __version__
 from tokenformer.config import Config
@@ -29,6 +27,9 @@ from tokenformer.files import write_text
 from tokenformer.parsing import read_json
 from tokenformer.terminal import drop_output
 from tokenformer.train import loggers
+
+if TYPE_CHECKING:
+    import torch
 
 LONGEST = 1 << 20  # bytes of a line of metrics.jsonl
 # Dense 16-bit TFLOP/s by a part of the name that CUDA gives; longer names first where one holds another.
@@ -39,10 +40,12 @@ PEAKS = {
 }  # fmt: skip
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
+def peak_flops(device: "torch.device", precision: str) -> float | None:
     """Return the 16-bit peak of a known GPU; None for everything else: a guessed MFU is worse than none."""
     if device.type != "cuda" or precision == "fp32":
         return None
+    import torch
+
     name = torch.cuda.get_device_name(device)
     return next((peak * 1e12 for part, peak in PEAKS.items() if part in name), None)
 
@@ -53,16 +56,17 @@ def environment(command: list[str]) -> dict[str, Any]:
     if (root / ".git").exists() and shutil.which("git"):  # a checkout, not a package inside somebody else's
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
         commit = git.stdout.strip() or None
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    torch, more = sys.modules.get("torch"), {}  # a twin in another framework reports without it
+    if torch is not None:
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        more = {"torch": torch.__version__, "gpu": gpu, "threads": torch.get_num_threads()}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": command,
         "tokenformer": __version__,
         "commit": commit,
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "gpu": gpu,
-        "threads": torch.get_num_threads(),
+        **more,
         "platform": platform.platform(),
     }
 
@@ -264,9 +268,11 @@ def unit_of(row: Mapping[str, Any]) -> str:
     return next(name.removesuffix("_per_second") for name in row if name.endswith("_per_second"))
 
 
-def memory(device: torch.device) -> int:
+def memory(device: "torch.device | None" = None) -> int:
     """Return the most bytes held so far: on the GPU, or by this process."""
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -306,8 +312,9 @@ def _bar(steps: int, step: int) -> Any:
     return bar
 
 
-def profiler(run: Path, say: Callable[[str], None]) -> torch.profiler.profile:
+def profiler(run: Path, say: Callable[[str], None]) -> "torch.profiler.profile":
     """Return a profiler that writes a trace into the run's folder when it is stopped."""
+    import torch
 
     def export(profile: torch.profiler.profile) -> None:
         profile.export_chrome_trace(str(run / "trace.json"))

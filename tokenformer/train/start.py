@@ -25,8 +25,8 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
     belong to the task's data, whose tokenizer must be that of `start`.
     """
     from tokenformer.hub.dcp import read_tensors
-    from tokenformer.hub.folder import read_history
     from tokenformer.hub.open import Opened, locate, open_model
+    from tokenformer.hub.sidecars import read_history
 
     model_config, start = config.model.resolved(), config.start
     with torch.device("meta"):

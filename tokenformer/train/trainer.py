@@ -27,9 +27,9 @@ from tokenformer.growth import progressive
 from tokenformer.growth.stages import Progress, chain, check_reached, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.adapter_folder import ABOUT, AdapterFile
-from tokenformer.hub.folder import read_config, read_history, sidecars
 from tokenformer.hub.open import pick_device
-from tokenformer.hub.run_folder import Found, all_steps
+from tokenformer.hub.run_folder import Found, all_steps, sweep
+from tokenformer.hub.sidecars import read_config, read_history, sidecars
 from tokenformer.models import build as build_model
 from tokenformer.models.cost import training_flops_per_sample
 from tokenformer.ops import pattention
@@ -202,7 +202,7 @@ class Trainer:
         if all_steps(self.folder) != self.seen:  # another process had the lock before
             raise UserError(f"another process trained {self.folder} meanwhile: go on with: {self.resume_command}")
         with writing(f"the run {self.folder}", ELSEWHERE):
-            self.notes += self.checkpoints.sweep(self.found)
+            self.notes += sweep(self.folder, self.found)
 
     # resume: from the newest whole checkpoint, or from the beginning
 

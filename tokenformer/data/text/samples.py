@@ -5,13 +5,13 @@ of GPT-NeoX (`official_order.py`) cuts other samples. Shapes: B samples that are
 """
 
 import warnings
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tokenformer.config import DataConfig
+from tokenformer.config import Config, DataConfig
 from tokenformer.config_data import IGNORED
 from tokenformer.data.loader import Loader
 from tokenformer.data.source import Field
@@ -19,7 +19,7 @@ from tokenformer.data.text.indexed import Indexed, find_prefix, set_files
 from tokenformer.data.text.official_order import OfficialOrder
 from tokenformer.data.text.parts import PARTS, bounds, part_edges
 from tokenformer.data.text.sets import set_tokenizer
-from tokenformer.data.text.tokenizer import Tokenizer, load_tokenizer
+from tokenformer.data.text.tokenizer import Tokenizer, load_tokenizer, padded_vocab
 from tokenformer.errors import UserError
 from tokenformer.files import refuse_same
 
@@ -166,3 +166,25 @@ def text_loader(
             )
     ahead: Any = {"workers": config.workers, "prefetch": config.prefetch}
     return Loader(sources, weights=list(config.sets.values()), seed=seed, **ahead, **cut)
+
+
+def training_text(c: Config, **cut: Any) -> tuple[Tokenizer, Loader, Loader]:
+    """Open the text of a run: its tokenizer, a loader of what is trained on, and one of the held-out samples.
+
+    `cut` are the loaders' arguments that say which part of a batch this process reads (micro_batch, rank, …).
+    """
+    assert c.batch is not None
+    sets = open_sets(c.data, c.model.vocab)
+    tokenizer = text_tokenizer(c.data, sets)
+    load = partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **cut)
+    loader = load(batch=c.batch, samples=c.steps * c.batch)
+    if tokenizer.vocab_size > c.model.vocab:
+        raise UserError(
+            f"the data has a vocabulary of {tokenizer.vocab_size} ids but model.vocab is {c.model.vocab}: "
+            f"set model.vocab={padded_vocab(tokenizer.vocab_size)}, or prepare it with another tokenizer"
+        )
+    v, epochs = c.validation, None if len(sets) > 1 else 1  # each held-out sample counts once
+    times = c.steps // v.every + 1 if v.every else 1
+    wanted = v.samples if v.batches is None else v.batches * c.batch
+    held_out = load(batch=wanted, samples=times * wanted, part="validation", epochs=epochs, empty=True)
+    return tokenizer, loader, held_out
