@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("shrinking by energy measures on a text: give one with --text (or --images), or --by newest")
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer, weights=args.weights)
     model = opened.model
+    if model.config.trunks and args.by == "energy":
+        raise UserError("what tokens of a pair do is not measured: give --by newest, and which trunk with --on")
     if args.images:
         opened.need("image")
     ids = text_ids(args.text, opened, args.tokens) if args.text else None

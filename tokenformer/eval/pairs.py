@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from tokenformer.config_data import IGNORED, ImagesConfig
-from tokenformer.data.images.captions import encode_captions
+from tokenformer.data.images.captions import distinct, encode_captions
 from tokenformer.data.images.pairs import pairs_of
 from tokenformer.data.images.samples import batches
 from tokenformer.data.images.stored import Images, Some
@@ -89,11 +90,14 @@ def retrieval(
         raise UserError("no image could be decoded, so there is nothing to measure: check the images")
     captions = [(row, text) for row, (label, _) in enumerate(good) for text in pairs.captions(label)]
     encode = encoder(tokenizer, model)
-    texts = spread([text for _, text in captions], lambda some: text_features(model, some, encode, batch).tolist())
+    texts, places = distinct([text for _, text in captions])
+    features = spread(texts, lambda some: text_features(model, some, encode, batch).tolist())
     owners = torch.tensor([row for row, _ in captions])
-    scores = torch.tensor([feature for _, feature in good]) @ torch.tensor(texts).T
+    scores = torch.tensor([feature for _, feature in good]) @ torch.tensor(features)[places].T
     damaged = {index: damage for index, (_, _, damage) in enumerate(seen) if damage}
-    found: dict[str, Any] = {"images": len(good), "captions": len(captions), "damaged": len(damaged)}
+    images_of = Counter(text for _, text in set(captions))
+    shared = sum(images_of[text] > 1 for _, text in captions)
+    found: dict[str, Any] = {"images": len(good), "captions": len(captions), "shared": shared, "damaged": len(damaged)}
     return {**found, **recalls(scores, owners), "chance": chance(owners)}, damaged
 
 
