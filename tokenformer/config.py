@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tokenformer import strict
 from tokenformer.config_data import DataConfig
@@ -151,18 +151,31 @@ def find(name: str | Path) -> Path:
 
 
 def merge(below: dict, above: dict) -> dict:
-    """Lay one raw config over another. If this changes `model.kind`, keys below that mean nothing there are dropped.
+    """Lay one raw config over another. If this changes `model.kind`, keys below that mean nothing there are dropped; so
+    it is with the kind of one of `model.trunks`.
 
     >>> merge({"model": {"dim": 64, "ffn_tokens": 8}, "growth": "progressive"}, {"model": {"kind": "transformer"}})
     {'model': {'dim': 64, 'kind': 'transformer'}}
     """
-    was, now = below.get("model"), above.get("model")
-    kind = now.get("kind") if isinstance(now, dict) else None
-    if isinstance(was, dict) and kind in OF_KIND and kind != was.get("kind", "tokenformer"):
-        below = {**below, "model": {name: value for name, value in was.items() if name not in meaningless(kind)}}
+    model = _without_meaningless(below.get("model"), above.get("model"))
+    if model != below.get("model"):
+        below = {**below, "model": model}
         if any(word in str(below.get("growth")) for word in ("_tokens", "progressive")):
             del below["growth"]
     return strict.merge(below, above)
+
+
+def _without_meaningless(was: Any, now: Any) -> Any:
+    """Return the raw keys of a model without those that have no meaning for its new kind."""
+    if not isinstance(was, dict) or not isinstance(now, dict):
+        return was
+    kind = now.get("kind")
+    if kind in OF_KIND and kind != was.get("kind", "tokenformer"):
+        was = {name: value for name, value in was.items() if name not in meaningless(kind)}
+    old, new = was.get("trunks"), now.get("trunks")
+    if isinstance(old, dict) and isinstance(new, dict):
+        was = {**was, "trunks": {name: _without_meaningless(trunk, new.get(name)) for name, trunk in old.items()}}
+    return was
 
 
 def override(raw: dict, assignments: Sequence[str]) -> dict:

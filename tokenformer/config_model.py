@@ -157,8 +157,13 @@ class ModelConfig(Section, section="model"):
             )
         need(self.of != "pair" or bool(self.trunks), "model.trunks is missing: a pair has one of image and one of text")
         if self.trunks:
-            for name in ("layers", "dim", "heads", *OF_TOKENS):
-                need(not getattr(self, name), f"model.{name} belongs to each of model.trunks: move it there")
+            for field in dataclasses.fields(self):
+                own = field.name in ("of", "trunks") or "pair" in field.metadata["of"]
+                moves = field.name in ("layers", "dim", "heads", *OF_TOKENS) or (self.of == "pair" and not own)
+                need(
+                    not moves or getattr(self, field.name) in (field.default, {}),
+                    f"model.{field.name} belongs to each of model.trunks: move it there",
+                )
             if self.of == "pair":
                 self._check_pair()
             return

@@ -128,7 +128,12 @@ def build(cls: Any, raw: Any, at: str = "") -> Any:
         need(not required or name in raw, f"key '{_join(at, name)}' is missing: {field.metadata.get('doc', name)}")
     values = {fields[k].name: _convert(hints[fields[k].name], value, _join(at, k)) for k, value in raw.items()}
     check_bounds(cls, values, at)
-    return cls(**values)
+    try:
+        return cls(**values)
+    except UserError as error:
+        if "trunks." not in at:
+            raise
+        raise UserError(str(error).replace(f"{cls.section}.", f"{at}.")) from None  # one of several models
 
 
 def _is_number(text: str) -> bool:

@@ -27,10 +27,12 @@ def what(entry: dict) -> str:
     if entry["kind"] == "baseline":
         return f"nearest {entry['nearest']} training icons by pixels, their words"
     name = {"tokenformer": "TokenFormer", "transformer": "Transformer"}[entry["kind"]]
+    small = entry.get("small", False)
+    name += ", small image tower" if small else ""
     if not entry["then"]:
         return name
-    grown = "its image tower grown ×3" if entry["grows"] else "not grown"
-    return f"{name}, trained on, {grown}"
+    grown = f"image tower grown ×{8 if small else 3}" if entry["grows"] else "not grown"
+    return f"{name}, trained on at {entry['then']:g}, {grown}"
 
 
 def tables(entries: list[dict]) -> str:
@@ -53,7 +55,7 @@ def tables(entries: list[dict]) -> str:
                       f"{summary([arm['cifar10'] for arm in arms])} %"]  # fmt: skip
     lines += ["", "Rates, by the mean recall on validation icons (one seed):", ""]
     lines += [
-        f"- {what(e)}, rate {e['rate']:g}{' then ' + format(e['then'], 'g') if e['then'] else ''}: "
+        f"- {what(e)}{'' if e['then'] else ', rate ' + format(e['rate'], 'g')}: "
         f"{e['mean_recall']:.2%} (loss {e['loss']:.3f})"
         for e in entries
         if e["on"] == "validation"

@@ -112,11 +112,17 @@ def main_phase(study: Study) -> None:
 
 
 def grow_phase(study: Study) -> None:
-    """The image tower of a trained pair gets three times the tokens, and all trains on; beside it without growth."""
+    """The image tower of a trained pair grows, and all trains on; beside it without growth, at the rate that is best
+    for that, and at the rate of the grown one. First the pair of the main phase, then one with a small image tower.
+    """
     base = study.best_rate(Arm(), "rate", RATES)
-    for grows in ("image.", ""):
-        rates = [base.rate / 2, base.rate, 2 * base.rate]
-        study.test(study.best_rate(replace(base, then=base.rate, grows=grows), "then", rates))
+    rates = [base.rate * 2.0**n for n in range(-1, 4)]
+    for small in (False, True):
+        begun = replace(base, small=small)
+        study.test(begun)
+        grown, alone = (study.best_rate(replace(begun, grows=grows), "then", rates) for grows in ("image.", ""))
+        for arm in (grown, alone, replace(grown, grows="")):
+            study.test(arm)
 
 
 PHASES = {"main": main_phase, "grow": grow_phase}

@@ -37,13 +37,18 @@ from tokenformer.parallel.layout import Layout
 from tokenformer.train.optim import Optimizer
 
 WARMUP = 0.1
+TOKENS = ("qkv_tokens", "proj_tokens", "ffn_tokens")
+SMALL = 8  # so many times fewer tokens has a small tower
 MOVE = 0.2  # of half an icon's side
 SETTINGS = ImagesConfig(mean=READING["mean"], std=READING["std"])
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One run; with `then` a second one on its result, in which the tower `grows` (if any) has ×3 tokens."""
+    """One run; with `then` a second one on its result, in which the tower `grows` (if any) has ×3 tokens.
+
+    A `small` image tower has an eighth of the tokens at first, and grows to all of them (×8).
+    """
 
     kind: str = "tokenformer"
     rate: float = 2e-3
@@ -53,10 +58,12 @@ class Arm:
     variants: bool = False  # icons of other skin tones are trained on too
     then: float = 0.0  # the rate of the second run; 0: there is none
     grows: str = ""
+    small: bool = False
 
     @property
     def name(self) -> str:
-        words = [self.kind, self.loss, "with variants" if self.variants else "", f"rate {self.rate:g}"]
+        words = [self.kind, "small" if self.small else "", self.loss, "with variants" if self.variants else ""]
+        words += [f"rate {self.rate:g}"]
         words += [f"then rate {self.then:g}" if self.then else "", f"grown {self.grows}" if self.grows else ""]
         return " ".join([word for word in words if word] + [f"seed {self.seed}", self.on])
 
@@ -115,6 +122,10 @@ def pixels_of(x: Tensor) -> Tensor:
 
 def config_of(size: Size, arm: Arm) -> ModelConfig:
     config = dataclasses.replace(size.model, loss=arm.loss)
+    if arm.small:
+        image = config.trunk("image.")
+        tokens = {name: int(getattr(image, name)) // SMALL for name in TOKENS}
+        config = config.with_trunk("image.", dataclasses.replace(image, tau={}, **tokens))
     return (equal_transformer(config) if arm.kind == "transformer" else config).resolved()
 
 
@@ -170,10 +181,10 @@ def measure(model: PairModel, pairs: Pairs, rows: Tensor) -> dict[str, float]:
     return {"loss": loss.item(), **found, "mean_recall": sum(found.values()) / len(found)}
 
 
-def grown(model: PairModel, on: str, pairs: Pairs, rows: Tensor) -> tuple[PairModel, dict[str, float]]:
-    """Return a model whose tower `on` has three times as many tokens, and how far features of icons and texts moved."""
-    trunk = model.config.trunk(on)
-    tokens = {name: 3 * int(getattr(trunk, name)) for name in ("qkv_tokens", "proj_tokens", "ffn_tokens")}
+def grown(model: PairModel, arm: Arm, pairs: Pairs, rows: Tensor) -> tuple[PairModel, dict[str, float]]:
+    """Return a model whose tower `arm.grows` has more tokens, and how far features of icons and texts moved."""
+    on, times = arm.grows, SMALL if arm.small else 3
+    tokens = {name: times * int(getattr(model.config.trunk(on), name)) for name in TOKENS}
     bigger = apply_plan(model, plan_for(model, Growth(on=on, **tokens)))
     before, after = (features(m, pairs, rows) for m in (model, bigger))
     change = max((one - other).abs().max().item() for one, other in zip(before, after, strict=True))
@@ -213,7 +224,7 @@ def train(
     random = torch.Generator().manual_seed(arm.seed + (1000 if base else 0))
     model = base or PairModel(config_of(size, arm), seed=arm.seed).to(pairs.device)
     if arm.grows:
-        model, facts["growth"] = grown(model, arm.grows, pairs, held)
+        model, facts["growth"] = grown(model, arm, pairs, held)
     fit(model, size, arm, pairs, random)
     facts |= measure(model, pairs, held)
     facts["steps"] = size.more if arm.then else size.steps

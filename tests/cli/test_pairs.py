@@ -15,8 +15,9 @@ from safetensors import safe_open
 from tests.models.test_pair import pair
 from tokenformer import load, save
 from tokenformer.cli.main import main
+from tokenformer.config_data import ImagesConfig
 from tokenformer.data.text.tokenizer import ByteTokenizer
-from tokenformer.eval.images import read_class_index
+from tokenformer.eval.images import answers, read_class_index, summary
 from tokenformer.eval.pairs import read_lines
 from tokenformer.models import build
 
@@ -52,6 +53,22 @@ def features(folder: Path, images: list[Path] = (), texts: list[str] = ()) -> tu
         )
 
 
+class Alike:
+    """An image set of equal grey squares with these labels."""
+
+    def __init__(self, labels: np.ndarray) -> None:
+        self.labels, self.classes, self.fingerprint = labels, list("abcdefg"), "grey"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def item(self, index: int) -> np.ndarray:
+        return np.full((8, 8, 3), 128, np.uint8)
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+
 def write_tar(path: Path, members: dict[str, bytes]) -> None:
     path.parent.mkdir(parents=True)
     with tarfile.open(path, "w") as tar:
@@ -84,6 +101,37 @@ def test_recall_of_a_webdataset_as_clip_benchmark_lays_it_out(folder, tmp_path, 
     best = [max(range(4), key=lambda image: scores[image][text]) for text in range(7)]
     assert found["text_to_image_r1"] == pytest.approx(sum(o == image for o, image in zip(owner, best, strict=True)) / 7)
     assert found["chance"]["text_to_image_r1"] == 0.25 and found["text_to_image_r5"] == 1.0
+
+
+def test_equal_captions_tie_and_are_counted(folder, tmp_path, capsys):
+    """A caption of several images is no way to find one's own text first, whatever batch and padding it is in."""
+    icons = sorted((ICONS / "train" / "food").glob("*.png"))[:24]
+    images, texts = features(folder, icons, names := ["tea", "green", "a red fruit", "bread and butter"])
+    own = [names[i] for i in (images @ texts.T).argmax(1)]  # each image has the text that it likes best
+    lines = [f"{icon},{text}" for icon, text in zip(icons, own, strict=True)]
+    lines.insert(12, f"{icons[12]},this one is long enough")  # pads those beside it
+    (tmp_path / "val.csv").write_text("\n".join(["image,caption", *lines]) + "\n")
+    out = tmp_path / "out.json"
+    assert main(["eval", str(folder), "--pairs", str(tmp_path), "--batch", "5", "--out", str(out)]) == 0
+    found, shared = json.loads(out.read_text()), sum(own.count(text) > 1 for text in own)
+    assert f"{shared} captions belong to several images" in capsys.readouterr().out and shared > 20
+    assert found["shared"] == shared and found["image_to_text_r1"] == pytest.approx((24 - shared) / 24)
+
+
+def test_of_classes_with_equal_scores_the_first_is_taken():
+    """By hand: three classes, of which two are called the same; and seven that are all alike."""
+    labels = np.array([0, 1, 2, 6])
+    logits = torch.tensor([[1.0, 3, 3, 0, 0, 0, 0], [1, 3, 3, 0, 0, 0, 0], [1, 3, 3, 0, 0, 0, 0], [2.0] * 7])
+
+    def model(x):
+        return logits[: len(x)]
+
+    model.parameters = lambda: iter([logits])
+    images = Alike(labels)
+    found = answers(model, images, ImagesConfig(), 8, 4, lambda _: None)
+    assert [answer.likeliest for answer in found] == [1, 1, 1, 0]
+    assert [answer.among_five for answer in found] == [True, True, True, False]
+    assert summary(found, list("abcdefg"))["top1"] == 0.25
 
 
 def test_zero_shot_averages_templates_and_makes_them_a_unit(folder, tmp_path, capsys):
@@ -197,6 +245,12 @@ def test_features_in_a_file_and_images_found_by_texts(folder, tmp_path, capsys):
         (["embed", "MODEL", "nowhere.png", "--out", "x"], "there is no image and no folder nowhere.png"),
         (["eval", "MODEL", "--pairs", "ICONS", "--templates", "x"], "--templates goes with --images"),
         (["predict", "MODEL", "ICONS"], "is a model of pair, but one of image is needed here: `tokenformer match`"),
+        (["eval", "MODEL"], "there is nothing to measure: give --tasks (all, or names), --text, --images or --pairs"),
+        (["eval", "MODEL", "--pairs", "nowhere"], "there is no file or folder 'nowhere'"),
+        (
+            ["shrink", "MODEL", "--ratio", "0.5", "--images", "ICONS", "--on", "image.", "--out", "x"],
+            "give --by newest",
+        ),
         (["generate", "MODEL", "--prompt", "a"], "is a model of pair, but one of language is needed here"),
         (["plan", "pair/b16", "--gpus", "8"], "layouts are planned for models of language and image"),
     ],

@@ -20,7 +20,7 @@ sys.path[:] = [p for p in sys.path if not p.endswith("-packages")] + sys.argv[1]
 assert importlib.util.find_spec("tokenformer") is None and importlib.util.find_spec("torchvision") is None
 import numpy as np, torch
 from PIL import Image
-from transformers import AutoModel, AutoTokenizer, pipeline
+from transformers import AutoModel, AutoProcessor, AutoTokenizer, pipeline
 
 torch.set_num_threads(1)
 folder, texts = sys.argv[2], ["a fox", "an owl that flies", "bread"]
@@ -31,6 +31,9 @@ answer = find(picture, candidate_labels=texts, hypothesis_template="{}")
 model = AutoModel.from_pretrained(folder, trust_remote_code=True)
 inputs = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)(texts, padding=True, return_tensors="pt")
 pixels = find.image_processor(picture, return_tensors="pt")["pixel_values"]
+both = AutoProcessor.from_pretrained(folder, trust_remote_code=True)  # as CLIP's
+both = both(text=texts, images=picture, padding=True, return_tensors="pt")
+assert torch.equal(both["pixel_values"], pixels) and torch.equal(both["input_ids"], inputs["input_ids"])
 with torch.no_grad():
     image, text = model.get_image_features(pixels).pooler_output, model.get_text_features(**inputs).pooler_output
 model.train().gradient_checkpointing_enable()

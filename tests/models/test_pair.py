@@ -98,11 +98,23 @@ def test_either_trunk_grows_and_features_do_not_change():
         ({"trunks": {"image": IMAGE}}, {}, {}, "a pair has a trunk image"),
         ({"trunks": {}}, {}, {}, "model.trunks is missing"),
         ({"loss": "hinge"}, {}, {}, "model.loss is 'hinge'"),
+        ({"kind": "transformer"}, {}, {}, "model.kind belongs to each of model.trunks: move it there"),
+        ({"dim": 64}, {}, {}, "model.dim belongs to each of model.trunks"),
     ],
 )
 def test_what_is_refused(keys, image, text, said):
     with pytest.raises(UserError, match=said):
         pair(keys, image, text)
+
+
+def test_a_trunk_of_another_kind_drops_what_has_no_meaning_there_and_mistakes_name_their_trunk():
+    model = load("pair/icons", overrides=["model.trunks.image.kind=transformer"]).model
+    assert model.trunks["image"].kind == "transformer" and model.trunks["image"].ffn_tokens is None
+    assert model.trunks["text"] == load("pair/icons").model.trunks["text"]
+    with pytest.raises(UserError, match=r"^model.trunks.txt.pool belongs to models of image and text, and this one is"):
+        load("pair/icons", overrides=["model.trunks.txt.pool=end"])
+    with pytest.raises(UserError, match=r"^model.trunks.text.heads is 5, which does not divide dim 64"):
+        load("pair/icons", overrides=["model.trunks.text.heads=5"])
 
 
 def test_texts_that_do_not_fit_are_refused():

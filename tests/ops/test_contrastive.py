@@ -112,5 +112,7 @@ def test_recall_counts_all_captions_and_ties_against_the_model():
         assert recalls(scores, torch.tensor(owners)) == pytest.approx(plain_recalls(scores.tolist(), owners))
     alike = recalls(torch.ones(20, 20), torch.arange(20))
     assert set(alike.values()) == {0.0}  # a model for which all are alike has found nothing
+    broken = recalls(torch.full((20, 20), torch.nan), torch.arange(20))
+    assert set(broken.values()) == {0.0}  # nor has one whose weights are not numbers
     second = torch.tensor([[0.2, 0.9, 0.1, 0.1], [0.1, 0.1, 0.8, 0.9]])  # the second caption of each is the likeliest
     assert recalls(second, torch.tensor([0, 0, 1, 1]))["image_to_text_r1"] == 1.0

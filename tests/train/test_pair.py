@@ -42,7 +42,7 @@ checkpoint: {{every: 2, keep: 0}}
 validation: {{every: 3, samples: 11}}
 log: {{every: 1}}
 """
-GROWS = "growth=[{at: {pairs: 24}, on: image., ffn_tokens: 64}]"  # after three steps
+GROWS = "growth=[{at: {pairs: 24}, on: image., ffn_tokens: 64}, {at: {pairs: 32}, on: text., qkv_tokens: 32}]"
 SIGLIP = ["model.loss=sigmoid", "model.trunks.text.pool=mean"]
 
 
@@ -106,8 +106,9 @@ def test_killed_and_resumed_with_other_workers_it_ends_in_the_same_bits(file, tm
     again = train(file, tmp_path / "run", GROWS, resume=True)
     assert again.found.path.name == "step-00000004" and same(result(tmp_path / "whole"), result(tmp_path / "run"))
     assert again.model.config.trunk("image.").ffn_tokens == [48, 16] and again.model.history[0]["on"] == "image."
-    growth = next(row for row in read_rows(tmp_path / "whole") if row.get("what") == "growth")
-    assert growth["losses"][0] == pytest.approx(growth["losses"][1], rel=1e-5)
+    assert again.model.config.trunk("text.").qkv_tokens == [24, 8] and again.model.history[1]["on"] == "text."
+    growths = [row["losses"] for row in read_rows(tmp_path / "whole") if row.get("what") == "growth"]
+    assert len(growths) == 2 and all(before == pytest.approx(after, rel=1e-5) for before, after in growths)
 
 
 def same_run(one: Path, other: Path) -> None:
@@ -126,7 +127,7 @@ def same_run(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("settings", [[], SIGLIP])
 def test_micro_batches_and_ranks_are_one_batch(file, tmp_path, settings):
     """In float64: cut into micro-batches, and over two ranks that shard the model, it is the run of one whole batch."""
-    words = [*settings, GROWS, "optimizer.kind=adamw", "steps=4"]
+    words = [*settings, GROWS, "optimizer.kind=adamw", "steps=5"]
     with default_dtype("float64"):
         train(file, tmp_path / "one", *words, "micro_batch=8")
         train(file, tmp_path / "cut", *words, "micro_batch=2")
@@ -144,7 +145,7 @@ def test_damaged_pairs_are_named_or_left_out_and_counted(file, tmp_path):
     lines = ["image,caption", f"{ICONS}/train/food/avocado.png,avocado", "gone.png,gone", f"{ICONS}/x.png,  "]
     (tmp_path / "bad.csv").write_text("\n".join([*lines, ",nothing"]) + "\n")
     bad = f"data.path={tmp_path / 'bad.csv'}"
-    with pytest.raises(UserError, match=r"^line 4 of .*bad.csv has no image or no text in UTF-8: .* \(2 of 4\)"):
+    with pytest.raises(UserError, match=r"^line 4 of .*bad.csv has no text in UTF-8: .* \(2 of 4\)"):
         train(file, tmp_path / "run", bad)
     (tmp_path / "bad.csv").write_text("\n".join(lines[:3]) + "\n")
     with pytest.raises(UserError, match=r"gone.png is damaged \(it cannot be read \(No such file or directory\)\)"):
@@ -154,6 +155,7 @@ def test_damaged_pairs_are_named_or_left_out_and_counted(file, tmp_path):
     rows = [row for row in read_rows(tmp_path / "other") if row["kind"] == "train"]
     assert sum(row["damaged"] for row in rows) == 24  # half of 48
     assert any("2 of 4 pairs have no image or no text" in note for note in run.notes)
+    assert any("batch is 8, but there are 2 pairs to train on" in note for note in run.notes)
 
 
 @pytest.mark.parametrize(

@@ -51,15 +51,12 @@ def run(args: argparse.Namespace) -> int:
     texts = read_texts(args)
     if bool(args.files) == bool(texts):
         raise UserError("a file holds the features of images or of texts: give images, or --text and --texts")
-    finder = Finder(args)
-    if texts:
-        features, names, damaged = finder.texts(texts), texts, 0
-    else:
-        features, names, damaged = finder.images(args.files)
+    finder, of = Finder(args), "texts" if texts else "images"
+    features, names, damaged = (finder.texts(texts), texts, 0) if texts else finder.images(args.files)
     with atomic_file(args.out) as beside:
-        about = metadata(names, "texts" if texts else "images", str(args.source))
-        save_file({"features": features.contiguous()}, beside, about)
-    print(f"{args.out}: features of {len(names):,} {'texts' if texts else 'images'}, {features.shape[1]} wide")
+        save_file({"features": features.contiguous()}, beside, metadata(names, of, str(args.source)))
+    count = f"1 {of[:-1]}" if len(names) == 1 else f"{len(names):,} {of}"
+    print(f"{args.out}: features of {count}, {features.shape[1]} wide")
     return 2 if damaged else 0
 
 
@@ -97,8 +94,10 @@ class Finder:
 
     def texts(self, texts: list[str]) -> "Tensor":
         from tokenformer.infer.pairs import text_features
+        from tokenformer.terminal import progress
 
-        return text_features(self.model, texts, self.encode, self.batch)
+        with progress("reading texts", len(texts), " texts") as advance:
+            return text_features(self.model, texts, self.encode, self.batch, advance)
 
     def images(self, words: list[str]) -> tuple["Tensor", list[str], int]:
         """Return features and names of the images of the command line, and how many were damaged: these are named."""

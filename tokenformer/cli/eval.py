@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int | None:
         if getattr(args, option) is not None:
             raise UserError(f"--{option.replace('_', '-')} goes with --images: give them too, or leave it out")
     if not names and not args.text:
-        raise UserError("there is nothing to measure: give --tasks (all, or names), --text or --images")
+        raise UserError("there is nothing to measure: give --tasks (all, or names), --text, --images or --pairs")
     if args.native and args.data_dir is None:
         raise UserError("--native scores local files: say with --data-dir where they are")
     if args.data_dir is not None:

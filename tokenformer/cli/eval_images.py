@@ -190,3 +190,5 @@ def show_pairs(results: dict[str, Any]) -> None:
     table(["", "R@1", "R@5", "R@10"], rows)
     damaged = f", {results['damaged']:,} damaged left out" if results["damaged"] else ""
     print(f"{results['images']:,} images with {results['captions']:,} captions ({results['part']}){damaged}")
+    if results["shared"]:
+        print(f"{results['shared']:,} captions belong to several images: by these no image finds its text at R@1")

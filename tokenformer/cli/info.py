@@ -97,6 +97,7 @@ def show(config: ModelConfig) -> None:
         rotated = rotated if config.positions == "rotary" else "learned positions"
     else:
         pooled = f", pool {config.pool}" if config.of == "text" else ""
+        pooled += "; attention is not causal" if not total.causal else ""
         untied = "" if config.tied else " (untied)"
         print(f"{shape}, vocabulary {config.vocab:,}{untied}, context {config.context:,}{pooled}")
         rotated = rotated if config.of == "language" or config.positions == "rotary" else "learned positions"

@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> None:
         smaller = without_dead(model, args.explored)
         save(args, opened, smaller)
         return
+    if model.config.trunks and args.by == "energy":
+        raise UserError("what tokens of a pair do is not measured: give --by newest, and which trunk with --on")
     if args.images:
         opened.need("image")
     ids = text_ids(args.text, opened, args.tokens) if args.text else None

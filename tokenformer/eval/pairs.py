@@ -2,15 +2,17 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tokenformer.config_data import IGNORED, ImagesConfig
-from tokenformer.data.images.captions import encode_captions
+from tokenformer.config_data import ImagesConfig
+from tokenformer.data.images.captions import distinct, encode_captions
 from tokenformer.data.images.pairs import pairs_of
 from tokenformer.data.images.samples import batches
 from tokenformer.data.images.stored import Images, Some
@@ -20,6 +22,7 @@ from tokenformer.eval.images import known_file
 from tokenformer.eval.ranks import spread
 from tokenformer.infer.pairs import FIRST, Encode, image_features, recalls, text_features
 from tokenformer.parsing import is_file, read_text, shown
+from tokenformer.terminal import progress
 
 Advance = Callable[[float], None]
 BESIDE = {"names": "classnames.txt", "templates": "zeroshot_classification_templates.txt"}  # in clip-benchmark's sets
@@ -74,12 +77,8 @@ def retrieval(
     def look(indices: Sequence[int]) -> list[tuple[int, list[float], str]]:
         found: list[tuple[int, list[float], str]] = []
         for _, pixels, labels, damage in batches(Some(images, np.array(indices)), settings, size, batch):
-            features = image_features(model, pixels, settings).tolist()
-            rows = zip(labels.tolist(), features, strict=True)
-            found += [
-                (IGNORED if row in damage else label, feature, damage.get(row, ""))
-                for row, (label, feature) in enumerate(rows)
-            ]
+            rows = zip(labels.tolist(), image_features(model, pixels, settings).tolist(), strict=True)
+            found += [(*fields, damage.get(row, "")) for row, fields in enumerate(rows)]
             advance(len(labels))
         return found
 
@@ -88,12 +87,16 @@ def retrieval(
     if not good:
         raise UserError("no image could be decoded, so there is nothing to measure: check the images")
     captions = [(row, text) for row, (label, _) in enumerate(good) for text in pairs.captions(label)]
-    encode = encoder(tokenizer, model)
-    texts = spread([text for _, text in captions], lambda some: text_features(model, some, encode, batch).tolist())
+    texts, places = distinct([text for _, text in captions])
+    with progress("reading captions", len(texts), " captions") as advance:
+        read = partial(text_features, model, encode=encoder(tokenizer, model), batch=batch, advance=advance)
+        features = spread(texts, lambda some: read(some).tolist())
     owners = torch.tensor([row for row, _ in captions])
-    scores = torch.tensor([feature for _, feature in good]) @ torch.tensor(texts).T
+    scores = torch.tensor([feature for _, feature in good]) @ torch.tensor(features)[places].T
     damaged = {index: damage for index, (_, _, damage) in enumerate(seen) if damage}
-    found: dict[str, Any] = {"images": len(good), "captions": len(captions), "damaged": len(damaged)}
+    images_of = Counter(text for _, text in set(captions))
+    shared = sum(images_of[text] > 1 for _, text in captions)
+    found: dict[str, Any] = {"images": len(good), "captions": len(captions), "shared": shared, "damaged": len(damaged)}
     return {**found, **recalls(scores, owners), "chance": chance(owners)}, damaged
 
 

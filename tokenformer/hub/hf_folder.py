@@ -68,7 +68,8 @@ def save_hf(
     with atomic_folder(folder, force) as beside:
         _write_json(beside / "config.json", config)
         if of != "language":
-            _write_json(beside / "preprocessor_config.json", _processor(model))
+            processor = _processor(model) | ({"processor_class": "CLIPProcessor"} if of == "pair" else {})
+            _write_json(beside / "preprocessor_config.json", processor)
         else:
             _write_json(beside / "generation_config.json", {**ids, **suppressed})
         _write_json(beside / "history.json", model.history)

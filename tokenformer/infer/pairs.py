@@ -24,12 +24,17 @@ def image_features(model: Any, pixels: np.ndarray, settings: ImagesConfig) -> Te
 
 
 @torch.no_grad()
-def text_features(model: Any, texts: Sequence[str], encode: Encode, batch: int = 64) -> Tensor:
-    """Return the features (B, E) of texts, in the host's memory; so many are computed at a time."""
+def text_features(
+    model: Any, texts: Sequence[str], encode: Encode, batch: int = 64, advance: Callable[[float], None] | None = None
+) -> Tensor:
+    """Return the features (B, E) of texts, in the host's memory; `advance` is told of each batch that is done."""
     found = [torch.empty(0, model.config.embed)]
     for start in range(0, len(texts), batch):
-        ids, lengths = (torch.from_numpy(part).to(model.scale.device) for part in encode(texts[start : start + batch]))
+        some = texts[start : start + batch]
+        ids, lengths = (torch.from_numpy(part).to(model.scale.device) for part in encode(some))
         found.append(model.encode_text(ids[:, : int(lengths.max())], lengths).cpu())
+        if advance:
+            advance(len(some))
     return torch.cat(found)
 
 

@@ -30,4 +30,4 @@ def recalls(scores_AB: Tensor, owner_B: Tensor) -> dict[str, float]:
 def _ranks(scores: Tensor, right: Tensor) -> Tensor:
     """Return for each row how many wrong columns score at least as high as its best right one."""
     best = scores.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
-    return ((scores >= best) & ~right).sum(1)
+    return (~(scores < best) & ~right).sum(1)  # so that NaN, which is not below anything, finds nothing

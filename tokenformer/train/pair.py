@@ -6,6 +6,7 @@ first, without gradients; then each micro-batch again, which is differentiated b
 
 import functools
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.config import Config
-from tokenformer.data.images.captions import PairSource, encode_captions
+from tokenformer.data.images.captions import PairSource, distinct, encode_captions
 from tokenformer.data.images.opening import some_of
 from tokenformer.data.images.pairs import open_pair_parts, pairs_of
 from tokenformer.data.images.samples import source_loader
@@ -56,6 +57,9 @@ class PairTask(ImageTask):
         source = functools.partial(PairSource, tokenizer=self.tokenizer, context=self.context, settings=s)
         source = functools.partial(source, size=self.size, seed=c.seed)
         pairs, held = open_pair_parts(c.data)
+        if self.batch > len(pairs):
+            what = f"batch is {self.batch:,}, but there are {len(pairs):,} pairs to train on"
+            warnings.warn(f"{what}: the same pair is several times in a batch, as a wrong one too", stacklevel=2)
         self.loader = source_loader(c.data, source(pairs, training=True), self.batch, **self.cut)
         held = some_of(held, self.held_out_samples)
         if len(held):
@@ -105,7 +109,8 @@ class PairTask(ImageTask):
         trained, self.damaged = self.damaged, 0
         images, labels = self.held_out_images(model)
         captions = [(row, text) for row, number in enumerate(labels) for text in self.held_pairs.captions(number)]
-        texts = self.encode(model, [text for _, text in captions])
+        different, places = distinct([text for _, text in captions])
+        texts = self.encode(model, different)[places]
         owners = torch.tensor([row for row, _ in captions], device=self.device)
         skipped, self.damaged = self.logged(), trained
         if not labels:

@@ -101,7 +101,7 @@ def test_a_tar_with_incomplete_pairs(tmp_path):
         tmp_path, {"a.png": image("food/bagel"), "b.txt": b"no image", "c.png": image("animals/fox"), "c.txt": b" \n"}
     )
     data = DataConfig(path=str(tmp_path))
-    with pytest.raises(UserError, match=r"^a has no image or no text in UTF-8: .*damaged=skip .*\(3 of 6\)"):
+    with pytest.raises(UserError, match=r"^a in train-0.tar has no text in UTF-8: .*damaged=skip .*\(3 of 6\)"):
         open_pairs(data, "train")
     with pytest.warns(UserWarning, match="3 of 6 pairs have no image or no text in UTF-8: left out"):
         assert len(open_pairs(DataConfig(path=str(tmp_path), images=ImagesConfig(damaged="skip")), "train")) == 3
@@ -112,12 +112,35 @@ def test_a_tar_with_incomplete_pairs(tmp_path):
     [
         ("image,caption\na.png,a dog, and a cat\n", "line 2 of .* has more cells than the first line: put quotes"),
         ("image,caption,caption\na.png,a dog,a cat\n", "has several columns 'caption': rename all but one"),
+        ("image,caption\n", r"train.csv has no pairs of images and texts: check data.path"),
+        ("image,caption\n,a dog\n", r"^line 2 of .*train.csv has no image: mend or remove it, .* \(1 of 1\)"),
     ],
 )
 def test_a_table_whose_cells_would_be_lost_is_refused(tmp_path, text, sentence):
     (tmp_path / "train.csv").write_text(text)
     with pytest.raises(UserError, match=sentence):
         open_pairs(DataConfig(path=str(tmp_path)), "train")
+
+
+def test_what_is_not_there_or_named_otherwise_is_said(tmp_path):
+    with pytest.raises(UserError, match=r"^there is no file or folder .*nowhere'?: check the path \(CSV, JSON lines"):
+        open_pairs(DataConfig(path=str(tmp_path / "nowhere")), "train")
+    with pytest.raises(UserError, match="is no local file: fetch the shards first"):
+        open_pairs(DataConfig(path="https://example.org/pairs"), "train")
+    (tmp_path / "train.jsonl").write_text('\n{"picture": "a.png", "caption": "a dog"}\n')
+    with pytest.raises(UserError, match=r"has no column .image.: name the right one with data.images.image_column"):
+        open_pairs(DataConfig(path=str(tmp_path)), "train")
+
+
+def test_a_parquet_file_of_addresses_has_no_images(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = {"url": ["https://example.org/a.png"] * 2, "caption": ["a dog", None]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
+    data = DataConfig(path=str(tmp_path), images=ImagesConfig(image_column="url"))
+    with pytest.raises(UserError, match=r"^row 1 of train.parquet has no bytes of an image in 'url': .* \(2 of 2\)"):
+        open_pairs(data, "train")
 
 
 def test_two_ways_to_write_a_path_are_one_image_and_lines_end_at_newlines(tmp_path):

@@ -31,6 +31,18 @@ def encode_captions(tokenizer: Tokenizer, texts: Sequence[str], context: int) ->
     return ids, lengths
 
 
+def distinct(texts: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Return the texts without repetition, and for each text its place among these.
+
+    Equal texts then have equal features: computed in other batches they would differ by a rounding.
+
+    >>> distinct(["a fox", "an owl", "a fox"])
+    (['a fox', 'an owl'], [0, 1, 0])
+    """
+    place = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    return list(place), [place[text] for text in texts]
+
+
 class PairSource:
     """The samples of pairs (data/source.py): in training one caption drawn for each, in evaluation the first."""
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tokenformer.config_data import DataConfig, ImagesConfig
 from tokenformer.data.images.opening import Part, find_shards, none_of, open_part, refuse_shared
-from tokenformer.data.images.shards import Index, index_tars
+from tokenformer.data.images.shards import Index, expand, index_tars
 from tokenformer.data.images.stored import Files, Images, Pieces, Some, fingerprint
 from tokenformer.data.images.tables import captions_of, unpack_tables
 from tokenformer.errors import UserError
@@ -94,6 +94,9 @@ def _open(path: str, part: Part | None, cache: str | None, settings: ImagesConfi
     shards = find_shards(path, part, settings.format, KINDS)
     if shards is None:
         known = "CSV, JSON lines (.jsonl), Parquet or webdataset tars"
+        if not os.path.exists(path):
+            expand(path)  # an address is refused as one
+            raise UserError(f"there is no file or folder {shown(path)}: check the path ({known} are read)")
         raise UserError(f"{shown(path)} has no pairs of images and texts: give {known}, or a folder of these")
     kind, names = shards
     if not names:
@@ -101,7 +104,8 @@ def _open(path: str, part: Part | None, cache: str | None, settings: ImagesConfi
     image, caption = settings.image_column, settings.caption_column
     if kind in ("csv", "jsonl"):
         read = _csv_rows if kind == "csv" else _json_rows
-        return _joined([(Path(name).parent, row) for name in names for row in read(name, image, caption)], settings)
+        rows = [(Path(name).parent, row) for name in names for row in read(name, image, caption)]
+        return _joined(rows, names[0], settings)
     if kind == "tar":
         files, indices = list(names), index_tars(names, cache, "pairs", _text_place)
     else:
@@ -122,16 +126,16 @@ def _pieces(files: list[str], indices: list[Index], settings: ImagesConfig) -> P
     return Pairs(images, texts)
 
 
-def _joined(rows: list[tuple[Path, tuple[str, str, list[str]]]], settings: ImagesConfig) -> Pairs:
-    """Return the pairs of tables of paths; rows of one image are its captions."""
+def _joined(rows: list[tuple[Path, tuple[str, str, list[str]]]], first: str, settings: ImagesConfig) -> Pairs:
+    """Return the pairs of tables of paths, the `first` of which is named; rows of one image are its captions."""
     captions: dict[str, list[str]] = {}
     missing = []
     for folder, (where, name, found) in rows:
         if not name or not found:
-            missing.append(where)
+            missing.append(f"{where} has no {'text in UTF-8' if name else 'image'}")
         else:
             captions.setdefault(os.path.normpath(os.path.join(folder, name)), []).extend(found)
-    _report(len(missing), missing[0] if missing else "", len(captions), str(rows[0][0] if rows else ""), settings)
+    _report(len(missing), missing[0] if missing else "", len(captions), first, settings)
     sizes = [os.stat(path).st_size if os.path.isfile(path) else -1 for path in captions]
     images = Files("", list(captions), sizes, np.zeros(len(captions), np.int64), [])
     own = [os.path.relpath(path, rows[0][0]) for path in captions]  # where the folder lies does not count
@@ -140,11 +144,11 @@ def _joined(rows: list[tuple[Path, tuple[str, str, list[str]]]], settings: Image
 
 
 def _report(missing: int, first: str, found: int, where: str, settings: ImagesConfig) -> None:
-    """Refuse or report pairs without image or text."""
+    """Refuse or report pairs without image or text; `first` says what one of them lacks."""
     if missing and settings.damaged == "refuse":
         raise UserError(
-            f"{first} has no image or no text in UTF-8: mend or remove it, or set data.images.damaged=skip to leave "
-            f"such pairs out ({missing:,} of {missing + found:,})"
+            f"{first}: mend or remove it, or set data.images.damaged=skip to leave such pairs out "
+            f"({missing:,} of {missing + found:,})"
         )
     if missing:
         warnings.warn(
@@ -171,15 +175,16 @@ def _csv_rows(name: str, image: str, caption: str) -> Iterator[tuple[str, str, l
 
 
 def _json_rows(name: str, image: str, caption: str) -> Iterator[tuple[str, str, list[str]]]:
+    checked = False
     for number, line in enumerate(read_text(name, MOST_BYTES).split("\n"), 1):
         if line.strip():
             where = f"line {number} of {name}"
             row = parse_json(line, where)
             if not isinstance(row, dict):
                 raise UserError(f"{where} is no JSON object: write the fields {image} and {caption}")
-            if number == 1:
+            if not checked:
                 _check_columns(name, list(row), image, caption)
-            path = row.get(image)
+            path, checked = row.get(image), True
             yield where, path.strip() if isinstance(path, str) else "", captions_of(row.get(caption))
 
 

@@ -159,7 +159,7 @@ def _indexed(path: Path, cache: str | None, ending: str, about: About, advance: 
 def scan_tar(path: Path, about: About) -> Index:
     """Return where the images of a tar lie, and what `about` says of them: labels, or places of their texts.
 
-    Where it says None, or there is no image, something is missing: these are counted, and the first is named.
+    Where it says None there is no text; those without image or text are counted, and what the first lacks is said.
     """
     places, found_about, missing = [], [], []
     try:
@@ -169,7 +169,7 @@ def scan_tar(path: Path, about: About) -> Index:
                 image = next((ending for ending in ENDINGS if ending in found), None)
                 said = about(path, key, found) if image else None
                 if image is None or said is None:
-                    missing.append(key.lstrip("/"))
+                    missing.append(f"{key.lstrip('/')} in {path.name} has no {'text in UTF-8' if image else 'image'}")
                     continue
                 found_about.append(said)
                 places.append(found[image])

@@ -99,7 +99,8 @@ def _unpack(path: Path, target: Path, place: Path, image: str, label: str, colum
                 data = data.get("bytes") if isinstance(data, dict) else data
                 text = "\n".join(captions_of(value)).encode() if texts else b""
                 if texts and not (isinstance(data, bytes) and text):
-                    missing.append(f"row {number} of {path}")
+                    lacks = f"text in '{label}'" if isinstance(data, bytes) else f"bytes of an image in '{image}'"
+                    missing.append(f"row {number} of {path.name} has no {lacks}")
                     continue
                 if not isinstance(data, bytes):
                     raise UserError(f"{path}, row {number}, has no image in '{image}': name the right column")
