@@ -180,7 +180,7 @@ def test_texts_of_a_tar_are_utf_8_and_their_lines_end_at_newlines(tmp_path):
     found = pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "train"))
     assert found.captions(0) == ["one\u2028still one", "two"]
     as_tar(tmp_path, {"a.png": fox, "a.txt": "Füchse".encode("latin-1"), "b.png": fox, "b.txt": b"\xef\xbb\xbfone"})
-    with pytest.raises(UserError, match=r"^a has no image or no text in UTF-8: .*\(1 of 5\)"):
+    with pytest.raises(UserError, match=r"^a in train-0.tar has no text in UTF-8: .*\(1 of 5\)"):
         open_pairs(DataConfig(path=str(tmp_path)), "train")
     with pytest.warns(UserWarning, match="1 of 5 pairs have no image or no text in UTF-8: left out"):
         left = open_pairs(DataConfig(path=str(tmp_path), images=ImagesConfig(damaged="skip")), "train")
