@@ -288,7 +288,7 @@ def theta(scores: Tensor, *layout: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl("tokenformer::theta_sums", ("cuda", "cpu"))
 def theta_sums(scores: Tensor, *layout: Any) -> Tensor:
-    totals = _per_segment(scores, layout[0])
+    totals = _per_segment(scores, layout[0]).fill_(-torch.inf if layout[3] == "softmax" else 0)  # of no tokens
     _launch_forward(scores, scores, totals, layout, "sums")
     return totals
 
@@ -310,7 +310,7 @@ def theta_backward(grads: Sequence[Tensor], scores: Tensor, totals: Tensor, *lay
 
 @torch.library.impl("tokenformer::theta_backward_sums", ("cuda", "cpu"))
 def theta_backward_sums(grads: Sequence[Tensor], scores: Tensor, totals: Tensor, *layout: Any) -> Tensor:
-    sums = torch.empty_like(totals)
+    sums = torch.zeros_like(totals)
     _launch_backward(grads, scores, totals, sums, (scores, scores), layout, "sums")
     return sums
 
