@@ -205,6 +205,7 @@ def test_towers_with_open_clips_weights_compute_what_open_clip_does(open_clip):
         if parameter.ndim == 1:  # which begin at 0 and 1
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     vit = {"kind": "transformer", "bias": True, "norm_affine": True, "layers": 12, "activation": "quick_gelu"}
+    vit |= {"positions": "learned"}
     image = ModelConfig(of="image", dim=768, heads=12, patch=32, classes=0, first_norm=True, **vit)
     text = ModelConfig(of="text", dim=512, heads=8, context=77, vocab=49408, pool="end", **vit)
     config = ModelConfig(of="pair", embed=512, trunks={"image": image, "text": text})
