@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,14 @@ class LanguageTask(Task):
             raise UserError("data.images is given, but this is no image model: remove it, or set model.of=image")
         if c.train.drop_path:
             raise UserError(f"train.drop_path is {c.train.drop_path}, but this is no image model: remove it")
+        for stage in c.growth if isinstance(c.growth, list) else []:
+            if stage.switch:
+                what = f"growth.switch is '{stage.switch}', but text is learned without switches"
+                raise UserError(f"{what}, so what it adds would never learn: leave it out")
+        for name in sorted(c.model.switch_names() if c.adapter is None else ()):
+            warnings.warn(
+                f"text is learned without the switch '{name}': its segments and ids do not learn", stacklevel=2
+            )
         sets = open_sets(c.data, c.model.vocab)
         self.tokenizer = text_tokenizer(c.data, sets)
         load = functools.partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **self.cut)
