@@ -164,9 +164,10 @@ def by_name(file: Path, root: Path, chance: random.Random) -> str:
     else:
         folder = file.parent
         inside = root / "a copy inside"
-        shutil.copytree(folder, inside, dirs_exist_ok=True, symlinks=True) if folder != root else shutil.copy(
-            file, inside
-        )
+        pipes = lambda _, names: [name for name in names if (folder / name).is_fifo()]  # noqa: E731
+        shutil.copytree(
+            folder, inside, dirs_exist_ok=True, symlinks=True, ignore=pipes
+        ) if folder != root else shutil.copy(file, inside)
     return f"names: {kind} {file.relative_to(root)}"
 
 

@@ -111,7 +111,8 @@ def test_how_pixels_are_made_is_checked_and_what_is_not_known_is_said(tmp_path):
         load(tmp_path / "model")
     manifest.unlink()
     assert load(tmp_path / "model").images["mean"] == [0.4, 0.4, 0.4]
-    for other in ({"resample": 0}, {"do_normalize": False}, {"size": {"height": 32, "width": 32}}, {"crop_size": 32}):
+    sizes = [{"size": {"height": 32, "width": 32}}, {"size": [32]}, {"size": {"shortest_edge": -1}}, {"crop_size": 32}]
+    for other in ({"resample": 0}, {"resample": [3]}, {"do_normalize": False}, *sizes):
         about.write_text(json.dumps(said | other))
         with pytest.raises(UserError, match=r"preprocessor_config.json prepares images in a way that we do not know: "):
             load(tmp_path / "model")

@@ -85,6 +85,7 @@ def rewritten(shard: Path, change) -> None:
         ),
         "another name": lambda shard: rewritten(shard, lambda header: header.update(other=header.pop("count"))),
         "another shape": lambda shard: rewritten(shard, lambda header: header["a.weight"].update(shape=[7, 5])),
+        "one dimension more": lambda shard: rewritten(shard, lambda header: header["a.weight"]["shape"].append(1)),
     }.items(),
     ids=lambda harm: harm[0],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tokenformer
 from tests.train.conftest import child_environment, result, same
 from tokenformer import load as load_model
 from tokenformer.cli.main import main
@@ -253,3 +254,23 @@ def test_killed_at_random_moments_around_growth_a_run_ends_in_the_same_bits(tiny
         if child.wait() == 0:
             break
     assert kills >= 3 and same(result(tmp_path / "whole"), result(run))
+
+
+def test_what_has_a_switch_does_not_learn_from_text_and_that_is_said(config_file, tmp_path, capsys):
+    grown = "growth=[{at: {step: 2}, ffn_tokens: 48, switch: draw}]"
+    assert main(["train", str(config_file), "steps=4", grown, "--out", str(tmp_path / "run")]) == 2
+    said = "growth.switch is 'draw', but text is learned without switches, so what it adds would never learn: leave it"
+    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert main(["train", str(config_file), "steps=0", "--out", str(tmp_path / "base")]) == 0
+    wide = tokenformer.grow(tokenformer.load(tmp_path / "base"), ffn_tokens=48, vocab=400, switch="draw")
+    tokenformer.save(wide, tmp_path / "wide")
+    for kind in ("adamw", "muon"):
+        words = ["train", str(config_file), str(tmp_path / "wide"), "steps=4", f"optimizer.kind={kind}"]
+        assert main([*words, "optimizer.weight_decay=0.5", "--out", str(tmp_path / kind)]) == 0
+        assert "text is learned without the switch 'draw': its segments and ids" in capsys.readouterr().out
+        learned = dict(tokenformer.load(tmp_path / kind).named_parameters())
+        stays = [name for name, p in wide.named_parameters() if torch.equal(p, learned[name])]
+        assert {name for name in stays if "segments.1" in name or "added" in name} == {
+            *(f"blocks.{i}.ffn.segments.1.{half}_tokens" for i in range(2) for half in ("key", "value")),
+            "added_embedding.weight",
+        }

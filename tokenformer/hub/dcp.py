@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tokenformer.errors import UserError
@@ -121,6 +122,7 @@ def _as_user_error(folder: str | Path) -> Iterator[None]:
         yield
     except (OSError, torch.distributed.DistError):
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is no Exception, and holds those of ranks
+        error = error.failures[0][0] if isinstance(error, CheckpointException) else error
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
         raise UserError(f"{folder} holds tensors that cannot be read ({what}): use another checkpoint") from error

@@ -162,10 +162,11 @@ def _images(folder: Path, names: dict[str, str], config: ModelConfig) -> dict[st
     if not raw:
         do = "put the one of the base there, or call processor.save_pretrained"
         warnings.warn(f"{folder} has no {path.name}, so pixels are made as for ImageNet: {do}", stacklevel=2)
-    shorter, crop = (raw.get("size") or {}).get("shortest_edge"), raw.get("crop_size")
+    size, crop = raw.get("size"), raw.get("crop_size")
+    shorter = size.get("shortest_edge") if isinstance(size, dict) else None
     cut = [crop.get(side) for side in ("height", "width")] if isinstance(crop, dict) else []
     steps = all(raw.get(f"do_{step}", True) is True for step in ("resize", "center_crop", "rescale", "normalize"))
-    if raw and not (steps and cut and isinstance(shorter, int) and raw.get("resample") in (2, 3)):
+    if raw and not (steps and cut and isinstance(shorter, int) and shorter > 0 and raw.get("resample") in (2, 3)):
         do = "give size.shortest_edge, crop_size, resample 2 or 3, and no do_… that is false"
         raise UserError(f"{path} prepares images in a way that we do not know: {do}")
     sides = [n for n in cut if isinstance(n, int)] or [side * config.patch for side in config.grid]

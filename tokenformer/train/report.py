@@ -130,7 +130,7 @@ class Report:
 
     def row(self, kind: str, step: int, **values: Any) -> None:
         """Add a line to metrics.jsonl, and its numbers to the loggers. A number that is not finite becomes null."""
-        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        values = {name: _finite(value) for name, value in values.items()}
         row = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self.begin, 3), **values}
         self._add(self.metrics, json.dumps(row, ensure_ascii=False))
         numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
@@ -283,6 +283,11 @@ def grown(row: dict) -> bool:
     return row["kind"] == "event" and row.get("what") == "growth"
 
 
+def _finite(value: Any) -> Any:
+    """Return what stands in metrics.jsonl for a value."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def read_rows(run: str | Path) -> list[dict]:
     """Read the rows of a run's metrics.jsonl; a last line that a kill cut short is left out."""
     rows = []
@@ -297,7 +302,7 @@ def read_rows(run: str | Path) -> list[dict]:
                 except (ValueError, RecursionError):
                     continue
                 if isinstance(row, dict) and isinstance(row.get("step"), int) and "kind" in row:
-                    rows.append(row)
+                    rows.append({name: _finite(value) for name, value in row.items()})
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): mend it or move it away") from None
     return rows
