@@ -140,6 +140,13 @@ def test_importing_the_package_is_quick_and_imports_nothing_heavy():
     assert int(count) < 60, run.stdout
 
 
+def test_the_jax_twin_is_small_knows_no_torch_and_is_known_by_nobody():
+    twin = sorted((PACKAGE.parent / "tokenformer_jax").glob("*.py"))
+    assert len(twin) > 5 and sum(len(path.read_text(encoding="utf-8").splitlines()) for path in twin) <= 1200
+    assert [path.name for path in twin if any(name.split(".")[0] == "torch" for name in imports(path))] == []
+    assert [path.name for path in files() if "tokenformer_jax" in path.read_text(encoding="utf-8")] == []
+
+
 def test_every_public_name_can_be_reached():
     import tokenformer
 

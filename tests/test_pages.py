@@ -228,6 +228,12 @@ def run_page(page: str, capsys, monkeypatch, shorten=shortened) -> None:
                 if command.startswith("python -m tokenformer.eval.harness"):
                     monkeypatch.setattr(sys, "argv", [*shlex.split(command)[2:], "--limit", "1"])
                     code = harness.main()
+                elif command.startswith("python -m tokenformer_jax"):
+                    pytest.importorskip("jax", reason="JAX is not installed: pip install 'tokenformer[jax]'")
+                    from tokenformer_jax.__main__ import main as twin
+
+                    words = shorten(shlex.split(command)[3:])  # on one device, however many JAX sees
+                    code = twin([*words, *(["parallel.replicate=1"] if words[0] != "generate" else [])])
                 else:
                     code = main(shorten(words_of(command)))
                 out, err = capsys.readouterr()

@@ -50,6 +50,16 @@ def test_the_benchmark_of_adapters():
     assert whole - less == 2 * found["full:compiled"]["parameters"]
 
 
+def test_the_benchmark_of_the_jax_twin():
+    """Both sides begin with the same values and take as many steps; the loss is that of random ids."""
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("JAX is not installed: pip install 'tokenformer[jax]'")
+    found = {line["model"]: line for line in map(json.loads, check("benchmarks/jax_step.py"))}
+    assert list(found) == [f"{who}:{what}:2" for what in ("step", "decode") for who in ("reference", "kernels", "jax")]
+    assert all(line["value"] > 0 and line["rival"].startswith("reference") for line in found.values())
+    assert all(5.3 < line["loss"] < 5.6 for line in found.values() if line["name"] == "step")
+
+
 def test_the_benchmark_of_image_models():
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tokenformer.cli.main import split_settings
+from tokenformer.cli.main import Verb, split_settings
 from tokenformer.errors import UserError, out_of_memory
 from tokenformer.parsing import is_file
 from tokenformer_jax import need_jax
@@ -21,8 +21,8 @@ from tokenformer_jax import need_jax
 
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    found = argparse.ArgumentParser("python -m tokenformer_jax", description=__doc__, formatter_class=raw)
-    verbs = found.add_subparsers(dest="verb", metavar="VERB", required=True)
+    found = Verb("python -m tokenformer_jax", description=__doc__, formatter_class=raw)
+    verbs = found.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Verb)
     train = verbs.add_parser("train", help="train a model into a run folder")
     train.add_argument("config", metavar="CONFIG", help="config file, preset, run folder, or weights to begin with")
     train.add_argument("--out", metavar="RUN", help="run folder (default: the config's `out`, or its name in runs/)")
@@ -39,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--tokens", type=int, default=64, help="how many to add (default 64)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the most likely token")
     generate.add_argument("--seed", type=int, default=0, help="of sampling")
+    for verb in (train, measure, generate):
+        verb.set_defaults(parser=verb)
     return found
 
 
@@ -82,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        return run(parser().parse_args(argv))
+        args, left = parser().parse_known_args(argv)
+        return args.parser.refuse(left) if left else run(args)
     except UserError as error:
         print(f"tokenformer_jax: {error}", file=sys.stderr)
         return 2

@@ -46,8 +46,8 @@ def load(source: str | Path) -> Model:
         raise UserError(f"{source} holds {kind} weights, which JAX does not read: {make}")
     if kind == "ours":
         check_manifest(path)
-    average = path.parent / "average"  # a run that averages its weights means these
-    held = average if kind == "checkpoint" and average.is_dir() else path
+    held = path.parent / "average"  # a run that averages its weights means these
+    held = held if kind == "checkpoint" and held.is_dir() else path
     config, beside = check(read_config(path)), path / "tokenizer.json"
     params = read_tensors(held, "model*.safetensors" if kind == "ours" else "*.safetensors")
     check_params(config, params, str(held))

@@ -20,13 +20,12 @@ from tokenformer.errors import UserError
 
 AXES = ("data", "fsdp", "token")
 ROWS = ("data", "fsdp")  # the samples of a batch are split over both
-DEVICES = {"cpu": "cpu", "cuda": "gpu"}
 
 
 def make_mesh(config: ParallelConfig, device: str = "auto") -> Mesh:
     """Return the mesh of a config: replicate × shard × token devices, on the axes data × fsdp × token."""
     try:
-        devices = jax.devices() if device == "auto" else jax.devices(DEVICES[device])
+        devices = jax.devices() if device == "auto" else jax.devices(device.replace("cuda", "gpu"))
     except RuntimeError:
         raise UserError(f"train.device is {device}, but JAX sees no such device: give train.device=auto") from None
     if config.pipeline != 1 or config.offload:
@@ -73,6 +72,5 @@ def put_rows(array: np.ndarray, mesh: Mesh, lead: int = 0) -> Array:
 
 def whole(array: Array) -> np.ndarray:
     """Return an array of the devices as one in memory, in every process."""
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    here = array.is_fully_addressable
+    return np.asarray(array if here else multihost_utils.process_allgather(array, tiled=True))

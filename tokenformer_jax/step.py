@@ -53,7 +53,7 @@ def train_step(
             gradients = {name: lay(name, gradient) for name, gradient in gradients.items()}
             return jax.tree.map(jnp.add, sums, (gradients, found)), None
 
-        zero = jnp.zeros((), rate.dtype)
+        zero = jnp.zeros((), jnp.promote_types(how.dtype or rate.dtype, jnp.float32))
         nothing = jax.tree.map(jnp.zeros_like, learning), (zero, zero)
         (gradients, (total, count)), _ = jax.lax.scan(accumulate, nothing, batch)
         divisor = count / expected

@@ -160,8 +160,7 @@ class Trainer:
         return self.asked or None
 
     def loop(self) -> None:
-        c, self.recent, self.clock = self.config, list[Array](), Clock()
-        batches = iter(self.loader)
+        c, batches, self.recent, self.clock = self.config, iter(self.loader), list[Array](), Clock()
         while self.step < c.steps and not self.asked:
             while stage := stages.due(self.stages, self.grown, self.step, self.units):
                 self.log()

@@ -98,9 +98,8 @@ def _new_rows(plan: Plan, name: str, recipe: Recipe, old: Mapping[str, np.ndarra
     if not math.isfinite(size):
         raise UserError(f"the old rows beside '{key}' hold values that are not finite: grow from weights that are")
     # rows of RMS 0 (values of a growth that never trained) would be dead: begin as a new model does
-    first = plan.config if not size else None
-    rows = initial(name, shape, first, plan.seed, key) if first else draw(plan.seed, key, shape) * np.float32(size)
-    return rows.astype(like[0].dtype)
+    rows = draw(plan.seed, key, shape) * np.float32(size) if size else None
+    return (initial(name, shape, plan.config, plan.seed, key) if rows is None else rows).astype(like[0].dtype)
 
 
 def rms(arrays: list[np.ndarray]) -> float:

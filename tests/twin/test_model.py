@@ -13,8 +13,10 @@ import torch
 
 import tokenformer
 from tokenformer.config import ModelConfig
+from tokenformer.config_growth import Growth
 from tokenformer.errors import UserError
 from tokenformer.files import check_manifest
+from tokenformer.growth.plan import plan_growth
 from tokenformer.hub.official import to_official
 from tokenformer.models import init
 from tokenformer_jax import folder, generate, model, values
@@ -140,6 +142,21 @@ def test_random_numbers_are_those_of_pytorch():
     theirs = dict(tokenformer.LanguageModel(config, seed=5).named_parameters())
     for name, array in values.initial_params(config, 5).items():
         assert np.abs(array - theirs[name].detach().numpy()).max() < 1e-6, name
+
+
+@pytest.mark.parametrize("rule", ["segment", "zero_key", "zero_value", "random"])
+def test_a_growth_adds_the_rows_that_pytorch_adds(rule):
+    theirs = lively(ModelConfig(**TINY))
+    old = {name: p.detach().numpy() for name, p in theirs.named_parameters()}
+    keys = {"qkv_tokens": 20, "ffn_tokens": 32, "layers": 3, "new_tokens": rule, "noise": 0.1}
+    plan = plan_growth(theirs.config, list(old), Growth(**keys), ends=model.ENDS, seed=3)
+    made, state = values.grow(plan, old, {name: {"momentum": array} for name, array in old.items()})
+    assert made.keys() == model.shapes(plan.config).keys()
+    for name, p in tokenformer.grow(theirs, **keys, seed=3).named_parameters():
+        assert np.abs(made[name] - p.detach().numpy()).max() < 1e-6, name
+        if (was := plan.recipes[name].old) is not None:
+            assert np.array_equal(state[name]["momentum"][: len(old[was])], old[was])
+            assert not state[name]["momentum"][len(old[was]) :].any() and state[name]["momentum"].shape == p.shape
 
 
 @pytest.mark.parametrize(
