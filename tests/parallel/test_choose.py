@@ -13,7 +13,7 @@ from tokenformer.errors import UserError
 from tokenformer.parallel.choose import SEARCHED, SPENT, choose, reason, settings_of, trades
 from tokenformer.parallel.estimate import estimate
 from tokenformer.parallel.hardware import PRESETS, Hardware, read_hardware
-from tokenformer.parallel.mesh import Degrees
+from tokenformer.parallel.mesh import Degrees, degrees
 from tokenformer.parallel.times import collective
 
 SMALL, LARGE = "lm/1.5b optimizer.kind=adamw", "llama/13b"  # 25 and 208 GB of parameters, gradients and state
@@ -108,10 +108,12 @@ def test_settings_of_a_recommendation_are_those_that_were_estimated():
     config = load("llama/13b", overrides=["batch=1024"])
     _, best = choose(config, 16, Hardware())
     assert best is not None
-    given = load("llama/13b", overrides=["batch=1024", *settings_of(best)])
-    again = estimate(given, best.degrees)
-    assert (again.memory, again.sent, again.time) == (best.memory, best.sent, best.time)
-    assert {s.partition("=")[0] for s in settings_of(best)} <= set(SEARCHED.values())
+    for before in ([], ["parallel.pipeline=2", "parallel.reshard_after_forward=false", "parallel.accumulate=whole"]):
+        written = load("llama/13b", overrides=["batch=1024", *before])
+        given = load("llama/13b", overrides=["batch=1024", *before, *settings_of(best, written)])
+        again = estimate(given, degrees(given.parallel, 16))
+        assert (again.memory, again.sent, again.time) == (best.memory, best.sent, best.time)
+        assert {s.partition("=")[0] for s in settings_of(best, written)} <= set(SEARCHED.values())
 
 
 def test_the_trade_of_whole_gradients_is_said_and_true():

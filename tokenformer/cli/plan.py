@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{what}: {', '.join(said) or 'nothing'}")
         for trade in trades(best, hardware):
             print(f"instead: {trade}")
-        print("recommended:", *settings_of(best))
+        print("recommended:", *settings_of(best, config))
     if config.parallel.offload:
         print("parallel.offload: the time of copies between GPUs and host is not counted")
     if hours is not None:

@@ -33,7 +33,7 @@ SPENT = {  # what a step's time is spent on, as plan says it
     "muon": "exchanges Muon's matrices",
     "control": "agrees on numbers",
 }
-KEPT = {"reshard_after_forward": True, "accumulate": "auto"}  # where parameters and gradients are, and the defaults
+KEPT = ("reshard_after_forward", "accumulate")  # where parameters and gradients are
 SEARCHED = {name: f"parallel.{name}" for name in (*DEGREES, *KEPT)}
 SEARCHED |= {"micro_batch": "micro_batch", "activation_checkpointing": "train.activation_checkpointing"}  # their keys
 EQUAL = 1.02  # times that differ by less are no reason to choose
@@ -129,18 +129,21 @@ def reason(e: Estimate, room: float) -> str:
     return ", ".join(said[:3])
 
 
-def settings_of(e: Estimate) -> list[str]:
-    """Return a layout as settings of `train`."""
-    d, again = e.degrees, e.config.train.activation_checkpointing
-    found = [f"parallel.{name}={getattr(d, name)}" for name in DEGREES if getattr(d, name) > 1 or name == "replicate"]
-    found += _sharding_settings(e, KEPT) if d.shard > 1 else []
-    return [*found, f"micro_batch={e.config.micro_batch}", f"train.activation_checkpointing={again}"]
+def settings_of(e: Estimate, config: Config) -> list[str]:
+    """Return a layout as settings of `train` beside a config."""
+    degrees = {name: getattr(e.degrees, name) for name in DEGREES}
+    kept = {name: getattr(e.config.parallel, name) for name in KEPT if e.degrees.shard > 1}
+    found = {"replicate": degrees.pop("replicate")} | _changed(degrees | kept, config)
+    again = e.config.train.activation_checkpointing
+    return [*_written(found), f"micro_batch={e.config.micro_batch}", f"train.activation_checkpointing={again}"]
 
 
-def _sharding_settings(e: Estimate, known: Mapping[str, Any]) -> list[str]:
-    """Return the settings by which parameters and gradients are kept elsewhere than `known` says."""
-    found = {name: getattr(e.config.parallel, name) for name in known}
-    return [f"parallel.{name}={str(value).lower()}" for name, value in found.items() if value != known[name]]
+def _changed(values: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value != getattr(config.parallel, name)}
+
+
+def _written(values: Mapping[str, Any]) -> list[str]:
+    return [f"parallel.{name}={str(value).lower()}" for name, value in values.items()]
 
 
 def sharding(e: Estimate) -> str:
@@ -153,13 +156,12 @@ def sharding(e: Estimate) -> str:
 
 def trades(best: Estimate, hardware: Hardware) -> list[str]:
     """Say what other places of the recommended layout's parameters and gradients would cost or save."""
-    cut, d, p, said = Cut(best.config), best.degrees, best.config.parallel, []
+    cut, d, said = Cut(best.config), best.degrees, []
     for one in variants(cut, d, {"micro_batch": best.config.micro_batch}) if d.shard > 1 else ():
         e = estimate(one, d, hardware)
         if e.config.train == best.config.train and (e.memory, e.sent) != (best.memory, best.sent):
-            keys = " ".join(_sharding_settings(e, {name: getattr(p, name) for name in KEPT}))
-            change = (
-                f"{(e.total - best.total) / 1e9:+.1f} GB of memory, {(e.traffic - best.traffic) / 1e9:+.1f} GB sent"
-            )
-            said.append(f"{keys}: {change}, {(e.seconds - best.seconds) * 1e3:+.0f} ms per step")
+            keys = _written(_changed({name: getattr(e.config.parallel, name) for name in KEPT}, best.config))
+            memory, sent = (e.total - best.total) / 1e9, (e.traffic - best.traffic) / 1e9
+            changed = f"{memory:+.1f} GB of memory, {sent:+.1f} GB sent, {1e3 * (e.seconds - best.seconds):+.0f} ms"
+            said.append(f"{' '.join(keys)}: {changed} per step")
     return said
