@@ -54,7 +54,7 @@ def read_images(folder: Path) -> dict[str, Any]:
 def tell(model: Any, folder: Path) -> Any:
     """Give a model what stands beside its tensors, and return it."""
     model.history = read_history(folder)
-    if model.config.of in ("image", "pair"):
+    if model.config.of in ("image", "pair", "caption"):
         model.images = read_images(folder)
         names, classes = len(model.images.get("classes", [])), model.config.classes
         if names > classes:

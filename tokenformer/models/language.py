@@ -154,12 +154,15 @@ class LanguageModel(Trunk):
         return weight_WD.to(hidden.dtype)
 
     @torch.no_grad()
-    def generate(self, ids: Tensor, n: int, temperature: float = 0.0, seed: int = 0) -> Tensor:
-        """`ids` (B, T) → (B, T + n): greedy at temperature 0, else sampled. The reference of the decoding engine."""
+    def generate(self, ids: Tensor, n: int, temperature: float = 0.0, seed: int = 0, **fields: Any) -> Tensor:
+        """`ids` (B, T) → (B, T + n): greedy at temperature 0, else sampled. The reference of the decoding engine.
+
+        `fields`: of the `View`, such as a cache that holds what comes before the ids.
+        """
         generator = torch.Generator(ids.device).manual_seed(seed)
-        cache, step = Cache(), ids
+        fields, step = {"cache": Cache(), **fields}, ids
         for _ in range(n):
-            logits_BW = self(step, cache=cache).logits[:, -1].float()
+            logits_BW = self(step, **fields).logits[:, -1].float()
             if temperature == 0:
                 step = logits_BW.argmax(-1, keepdim=True)
             else:
