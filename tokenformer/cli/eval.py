@@ -23,8 +23,9 @@ Of a pair (`model.of: pair`), --pairs measures how many images find one of their
 and captions their image; what scores as high as the right one stands before it. Of a model that reads images
 (`model.of: caption`) --pairs measures what it writes, and how likely the right name is beside 99 others. --images
 classifies by the names of the classes (zero-shot): those of --class-index, of classnames.txt beside the data, or of the
-data themselves, put into each of --templates (a line each, such as `a photo of a {}.`; default: those beside the data, else the name alone). This
-package has names (imagenet, cifar10, cifar100) and templates (imagenet, cifar): give that word instead of a file.
+data themselves, put into each of --templates (a line each, such as `a photo of a {}.`; default: those beside the data,
+else the name alone). This package has names (imagenet, cifar10, cifar100) and templates (imagenet, cifar): give that
+word instead of a file.
 """
 
 import argparse

@@ -34,7 +34,7 @@ def captioning(
 
     `exact`: what is written is one of an image's captions, letter case and punctuation aside. `word_f1`: with the
     caption that it shares most words with. `first`, `first_five`: the image's first caption is the likeliest, or among
-    five, beside those of 99 other images, which a fixed seed draws. Under torchrun each process takes its share of images.
+    five, beside those of 99 other images, which a fixed seed draws. Under torchrun each process takes its share.
     """
     pairs = pairs_of(images)
     names = [pairs.captions(int(label))[0] for label in images.labels]

@@ -17,6 +17,7 @@ from tokenformer.models.layers import Linear, look_up, outside_vocabulary, reada
 from tokenformer.models.names import TABLE, Role
 from tokenformer.models.trunk import Cache, Trunk, View
 from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy, summed_loss
+from tokenformer.ops.palette import Codes
 
 
 class Output(NamedTuple):
@@ -58,6 +59,7 @@ class LanguageModel(Trunk):
         self.added_embedding = nn.Embedding(more, dim, _weight=torch.empty(more, dim)) if more else None
         self.added_head = Linear(dim, more) if more and not config.tied else None
         self.tokenizer_json: str | None = None  # that lay beside the weights
+        self.codes: Codes | None = None  # the colours that its added ids stand for, if it draws (codes.safetensors)
         if table.device.type != "meta":
             init_weights(self, self.config, seed)
 

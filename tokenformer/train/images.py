@@ -70,6 +70,8 @@ class ImageTask(Task):
 class TextsTask(ImageTask):
     """A task whose images have texts, one or several each."""
 
+    drop = 0.0  # the share of texts that are left out in training
+
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         super().__init__(config, place, device)
         c, s = config, self.settings
@@ -91,7 +93,7 @@ class TextsTask(ImageTask):
                 f"{c.model.vocabulary}: set it to {padded_vocab(self.tokenizer.vocab_size)}, or name another tokenizer"
             )
         source = functools.partial(PairSource, tokenizer=self.tokenizer, context=self.context, settings=s)
-        source = functools.partial(source, size=self.size, seed=c.seed)
+        source = functools.partial(source, size=self.size, seed=c.seed, drop=self.drop)
         self.pairs, held = open_pair_parts(c.data)
         self.loader = source_loader(c.data, source(self.pairs, training=True), self.batch, **self.cut)
         held = some_of(held, self.held_out_samples)

@@ -42,6 +42,7 @@ from tokenformer.train.caption import CaptionTask
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.classify import ClassifyTask
 from tokenformer.train.compile import allow_compilations, choose_compiler, wrap
+from tokenformer.train.draw import DrawTask
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
@@ -60,6 +61,7 @@ TASKS: dict[str, type[Task]] = {
     "classify": ClassifyTask,
     "pair": PairTask,
     "caption": CaptionTask,
+    "draw": DrawTask,
 }
 SHARES = ("top1", "top5", "image_to_text_r1", "text_to_image_r1")  # what a validation prints, where a task measures it
 
