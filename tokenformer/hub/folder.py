@@ -23,7 +23,7 @@ from tokenformer.config import ModelConfig, ModelFile
 from tokenformer.errors import UserError
 from tokenformer.files import TENSORS, atomic_folder, check_manifest
 from tokenformer.hub.fill import check_shapes, check_values, empty, fill
-from tokenformer.ops.palette import Codes
+from tokenformer.models.draw import Codes
 from tokenformer.parsing import is_file, parse_json, read_text, shown
 
 CODES = "codes.safetensors"

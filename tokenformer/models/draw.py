@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.config_data import IGNORED
+from tokenformer.ops.palette import Codes as Codes
 
 SWITCH = "draw"  # of the segments and ids that count where something is drawn
 
