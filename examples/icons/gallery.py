@@ -3,7 +3,7 @@
 python examples/icons/gallery.py --out gallery.html
 python examples/icons/gallery.py --out gallery.html --runs runs/gallery caption/icons:steps=2000   (settings of a model)
 
-The page needs nothing but itself: pictures and features are inside. Runs that are finished are not trained again.
+The page needs nothing but itself: pictures and features are inside. Runs that are finished are not trained again, and interrupted ones go on.
 Nothing is chosen: all held-out icons are named, and the drawings are the first of each.
 """
 
@@ -26,7 +26,6 @@ from tokenformer.data.images.samples import batches
 from tokenformer.data.text.tokenizer import FileTokenizer
 from tokenformer.eval.pairs import encoder
 from tokenformer.files import write_text
-from tokenformer.hub.run_folder import newest_whole
 from tokenformer.infer.captions import as_input, captions, words
 from tokenformer.infer.draw import Drawer
 from tokenformer.infer.images import reading
@@ -40,10 +39,10 @@ SHOWN = 40  # icons whose captions are drawn
 
 
 def trained(preset: str, runs: Path, settings: list[str], data: str) -> Any:
-    """Return the model of a preset, trained on the icons unless its run is there."""
+    """Return the model of a preset, trained on the icons; a run that was interrupted goes on."""
     run = runs / preset.split("/")[0]
-    if newest_whole(run) is None:
-        Trainer(load_config(preset, overrides=[f"data.path={data}", *settings]), run).run()
+    if Trainer(load_config(preset, overrides=[f"data.path={data}", *settings]), run, resume=True).run():
+        raise SystemExit("interrupted: give the same command to go on")
     return load(run).eval()
 
 
