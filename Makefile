@@ -49,7 +49,7 @@ test-pages: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_pages.py
 
 test-serve: setup browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or browser' -rs tests/serve tests/inside
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or browser' -rs tests/serve tests/inside tests/test_gallery.py
 
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \

@@ -43,7 +43,9 @@ class Config(Section):
         "warmup_steps": "schedule.warmup",
     }
     model: ModelConfig = key("the model")
-    task: str | None = key("what is learned: language, classify (images), pair; absent = as model.of says", None)
+    task: str | None = key(
+        "what is learned: language, classify (images), pair, caption, draw; absent = as model.of says", None
+    )
     out: str | None = key("run folder where the command line names none", None)
     steps: int = key("optimizer steps of the run", 1000, least=0, most=10**9)
     batch: int | None = key("sequences per step, over all ranks", None, above=0, most=10**7)

@@ -45,6 +45,9 @@ class ImagesConfig(Section, section="data.images"):
     caption_column: str = key(
         "column of the texts of pairs; an image may have several, of which each epoch draws one", "caption"
     )
+    drop_caption: float = key(
+        "task draw: share of captions that are left out in training; guidance needs some", 0.1, least=0, most=1
+    )
     label_column: str = key("column of the class numbers in Parquet", "label")
     damaged: Literal["refuse", "skip"] = key(
         "what is done about an image that cannot be decoded: stop and name it, or count it and take another; about a "

@@ -21,7 +21,11 @@ OF_KIND = {  # keys that have a meaning for some kinds of model only
     "transformer": ("ffn_dim", "bias", "norm_affine"),
     "llama": ("ffn_dim", "kv_heads"),
 }
-OF = ("language", "image", "text", "pair")  # the kinds whose keys are known
+OF = ("language", "image", "text", "pair", "caption")  # the kinds whose keys are known
+TRUNKS = {  # what the trunks of a model of several are of
+    "pair": {"image": "image", "text": "text"},
+    "caption": {"image": "image", "text": "language"},
+}
 UNSEEN = (
     "heads",
     "kv_heads",
@@ -63,8 +67,9 @@ class ModelConfig(Section, section="model"):
     dim: int = key("width of the residual stream; required", 0, quiet=True, least=0, most=WIDE)
     heads: int = key("attention heads, a divisor of dim; required", 0, quiet=True, least=0, most=WIDE)
     of: str = key(
-        "what the model is of: language, image, pair (images and texts; its trunks are of image and text), or what a "
-        "caller's `build` makes",
+        "what the model is of: language, image, pair (images and texts; its trunks are of image and text), caption (a "
+        "language model that reads images; its trunks are image, of image, and text, of language), or what a caller's "
+        "`build` makes",
         "language",
         quiet=True,
     )
@@ -155,17 +160,20 @@ class ModelConfig(Section, section="model"):
                 f"model.{field.name} belongs to models of {' and '.join(kinds)}, and this one is of {self.of}: "
                 "remove it",
             )
-        need(self.of != "pair" or bool(self.trunks), "model.trunks is missing: a pair has one of image and one of text")
+        need(
+            self.of not in TRUNKS or bool(self.trunks),
+            f"model.trunks is missing: a model of {self.of} has two, image and text",
+        )
         if self.trunks:
             for field in dataclasses.fields(self):
-                own = field.name in ("of", "trunks") or "pair" in field.metadata["of"]
-                moves = field.name in ("layers", "dim", "heads", *OF_TOKENS) or (self.of == "pair" and not own)
+                own = field.name in ("of", "trunks") or self.of in field.metadata["of"]
+                moves = field.name in ("layers", "dim", "heads", *OF_TOKENS) or (self.of in TRUNKS and not own)
                 need(
                     not moves or getattr(self, field.name) in (field.default, {}),
                     f"model.{field.name} belongs to each of model.trunks: move it there",
                 )
-            if self.of == "pair":
-                self._check_pair()
+            if self.of in TRUNKS:
+                self._check_trunks()
             return
         for name in ("layers", "dim", "heads"):
             need(getattr(self, name) > 0, f"key 'model.{name}' is missing: give a number above 0")
@@ -220,22 +228,28 @@ class ModelConfig(Section, section="model"):
             "positions rotary choose a fraction that gives a multiple of 4, half for rows and half for columns",
         )
 
-    def _check_pair(self) -> None:
-        kinds = {name: trunk.of for name, trunk in self.trunks.items()}
+    def _check_trunks(self) -> None:
+        kinds, wanted = {name: trunk.of for name, trunk in self.trunks.items()}, TRUNKS[self.of]
         need(
-            kinds == {"image": "image", "text": "text"},
-            f"model.trunks are {kinds}, but a pair has a trunk image with `of: image` and a trunk text with `of: text`",
+            kinds == wanted,
+            f"model.trunks are {kinds}, but a {self.of} has a trunk image with `of: image` and a trunk text "
+            f"with `of: {wanted['text']}`",
+        )
+        image, text = self.trunks["image"], self.trunks["text"]
+        need(
+            image.classes == 0,
+            f"model.trunks.image.classes is {image.classes}, but images of a {self.of} have no classes: set it to 0",
         )
         need(
-            self.trunks["image"].classes == 0,
-            f"model.trunks.image.classes is {self.trunks['image'].classes}, but the images of a pair have no classes: "
-            "set it to 0",
+            self.of != "caption" or text.context > image.length,
+            f"model.trunks.text.context is {text.context}, but an image has {image.length} positions, and its text "
+            "comes after them: give more",
         )
 
     @property
     def vocabulary(self) -> int:
         """Rows of the embedding of texts, wherever it is."""
-        return self.trunks["text"].vocab if self.of == "pair" else self.vocab
+        return self.trunks["text"].vocab if self.of in TRUNKS else self.vocab
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -95,6 +95,12 @@ class TrainConfig(Section, section="train"):
         least=0,
         below=1,
     )
+    freeze: Literal["none", "language"] = key(
+        "language: of the language model only what counts with a switch learns, segments and added ids, so that texts "
+        "without images stay what they were",
+        "none",
+        quiet=True,
+    )
     drop_path: float = key(
         "task classify: probability that the last block's branches are left out for an image, less for earlier blocks",
         0.0,

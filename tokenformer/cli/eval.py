@@ -20,10 +20,12 @@ as in the model's training, unless words such as data.images.crop_pct=1 say othe
 counts in no figure, and the exit code is then 2.
 
 Of a pair (`model.of: pair`), --pairs measures how many images find one of their captions among the first 1, 5 and 10,
-and captions their image; what scores as high as the right one stands before it. --images classifies by the names of the
-classes (zero-shot): those of --class-index, of classnames.txt beside the data, or of the data themselves, put into each
-of --templates (a line each, such as `a photo of a {}.`; default: those beside the data, else the name alone). This
-package has names (imagenet, cifar10, cifar100) and templates (imagenet, cifar): give that word instead of a file.
+and captions their image; what scores as high as the right one stands before it. Of a model that reads images
+(`model.of: caption`) --pairs measures what it writes, and how likely the right name is beside 99 others. --images
+classifies by the names of the classes (zero-shot): those of --class-index, of classnames.txt beside the data, or of the
+data themselves, put into each of --templates (a line each, such as `a photo of a {}.`; default: those beside the data,
+else the name alone). This package has names (imagenet, cifar10, cifar100) and templates (imagenet, cifar): give that
+word instead of a file.
 """
 
 import argparse
@@ -42,7 +44,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     part = "of prepared sets (default: the whole) or images (default: validation, where there is one, else all)"
     add("--part", choices=["train", "validation", "test"], help=part)
     add("--images", metavar="PATH", help="labelled images, for an image model or a pair")
-    add("--pairs", metavar="PATH", help="images with captions, for a pair: CSV, JSON lines, Parquet, webdataset")
+    add(
+        "--pairs",
+        metavar="PATH",
+        help="images with captions, for pairs and captions: CSV, JSON lines, Parquet, webdataset",
+    )
     templates = "of a pair, with --images: lines with {} for the name of a class; or imagenet, cifar"
     add("--templates", type=Path, metavar="FILE", help=templates)
     index = "which folder is which class: JSON or a line for each class; or imagenet, cifar10, cifar100"

@@ -125,6 +125,7 @@ def measure_pairs(args: argparse.Namespace) -> int:
     from tokenformer.config_data import ImagesConfig
     from tokenformer.data.images.opening import some_of
     from tokenformer.data.images.pairs import open_pairs
+    from tokenformer.eval.captions import captioning
     from tokenformer.eval.images import open_labelled
     from tokenformer.eval.pairs import retrieval
     from tokenformer.eval.ranks import leave, rank
@@ -135,7 +136,9 @@ def measure_pairs(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None:
             raise UserError(f"--{option.replace('_', '-')} goes with --images: give these, or leave it out")
     opened, source, told = open_source(args)
-    opened.need("pair")
+    captions = opened.config.of == "caption"
+    if not captions:
+        opened.need("pair")
     model = opened.model.eval()
     data, size = data_of(opened, args, told, args.pairs)
     settings = data.images or ImagesConfig()
@@ -143,10 +146,12 @@ def measure_pairs(args: argparse.Namespace) -> int:
     images = some_of(images, args.limit or len(images))
     with progress(f"looking at {Path(args.pairs).name}", len(images), " images") as advance:
         tokenizer, batch = opened.text_tokenizer, at_once(model, args.batch)
-        found, damaged = retrieval(model, images, tokenizer, settings, settings.size or size, batch, advance)
+        measure = captioning if captions else retrieval
+        found, damaged = measure(model, images, tokenizer, settings, settings.size or size, batch, advance)
     if rank() == 0:
         results = {"model": source, "parameters": model.cost().parameters, "data": args.pairs, "part": part}
-        report(images, damaged, results | {"size": settings.size, **found}, args, show_pairs)
+        show = show_captions if captions else show_pairs
+        report(images, damaged, results | {"size": settings.size, **found}, args, show)
     leave()
     return 2 if damaged else 0
 
@@ -177,6 +182,21 @@ def show_images(results: dict[str, Any]) -> None:
     chance = f" (chance {results['chance']:.2%})" if "chance" in results else ""
     damaged = f", {results['damaged']:,} damaged left out" if results["damaged"] else ""
     print(f"{results['images']:,} images ({results['part']}): {found}{chance}{damaged}")
+
+
+def show_captions(results: dict[str, Any]) -> None:
+    from tokenformer.terminal import table
+
+    among, chance = results["among"], 1 / results["among"]
+    rows = [
+        ["captions that are exact", f"{results['exact']:.2%}", ""],
+        ["words in common with the caption (F1)", f"{results['word_f1']:.2%}", ""],
+        [f"the right name is the likeliest of {among}", f"{results['first']:.2%}", f"{chance:.2%}"],
+        [f"the right name is among the five likeliest of {among}", f"{results['first_five']:.2%}", f"{5 * chance:.2%}"],
+    ]
+    table(["", "share", "by chance"], rows)
+    damaged = f", {results['damaged']:,} damaged left out" if results["damaged"] else ""
+    print(f"{results['images']:,} images ({results['part']}){damaged}")
 
 
 def show_pairs(results: dict[str, Any]) -> None:

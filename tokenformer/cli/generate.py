@@ -3,12 +3,15 @@
 example: tokenformer generate my-folder --prompt "Once upon a time" --tokens 100 --temperature 0.8
          tokenformer generate my-folder --input-file in.txt --output-file out.txt
          tokenformer generate my-folder --interactive
+         tokenformer generate runs/captions --image fox.png --prompt "Is it an animal?"
          tokenformer generate 150M_eval.yml text_generation.yml
 
 MODEL is a folder, a run, official weights or a hub name. Official config files (.yml) may stand beside it or instead:
 their generation settings hold (options given here win), and eval_ckpt or load names the weights. What --prompt asks
 for is shown as text; other results, and those of --output-file and --logprobs, are JSON lines of context, text, length,
-finished, message, duration_seconds. In conversation /new forgets what was said, /quit leaves, Ctrl-C stops an answer.
+finished, message, duration_seconds. A model that reads images (`model.of: caption`) says what is on those of --image,
+or continues the prompts, such as questions, after each. In conversation /new forgets what was said, /quit leaves,
+Ctrl-C stops an answer.
 """
 
 import argparse
@@ -31,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", nargs="+", metavar="MODEL", help="weights, and official config files")
     add("--prompt", action="append", help="a prompt; may be given several times")
+    add("--image", action="append", default=[], metavar="FILE", help="an image to write about; likewise, and folders")
     add("--input-file", help="prompts, one per line, or JSON lines (.jsonl); - reads lines from standard input")
     add("--output-file", help="where the JSON lines go (default: they are shown)")
     add("--force", action="store_true", help="replace a file of that name")
@@ -54,7 +58,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int | None:
     from tokenformer.adapters import attach_all
     from tokenformer.files import check_writable
     from tokenformer.hub.open import open_model, split_words
@@ -69,6 +73,8 @@ def run(args: argparse.Namespace) -> None:
     asked = [kind for kind, wanted in kinds.items() if wanted]
     if len(asked) + bool(args.prompt) > 1:
         raise UserError("give one of --prompt, --input-file, --num-samples and --interactive")
+    if args.image and not asked and not args.prompt:
+        args.prompt = [""]
     if asked or args.prompt:
         given["text_gen_type"] = asked[0] if asked else "unconditional"
     settings = {**official.settings, **given}
@@ -88,16 +94,47 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--batch is {args.batch}: give a number above 0")
     opened = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
     opened.prepare = partial(attach_all, words=args.adapter)
-    tokenizer = opened.tokenizer
-    engine = Engine(opened.model.eval(), vocab=tokenizer.vocab_size)
-    stop_ids = [stop_token(tokenizer, word) for word in args.stop_token]
-    if talks:
-        converse(engine, tokenizer, request, stop_ids, args)
+    if args.image or opened.config.of == "caption":
+        opened.need("caption")
+        tokenizer, language = opened.text_tokenizer, opened.model.eval().text
     else:
-        write(engine, tokenizer, request, prompts, stop_ids, args)
+        tokenizer, language = opened.tokenizer, opened.model.eval()
+    engine = Engine(language, vocab=tokenizer.vocab_size)
+    stop_ids = [stop_token(tokenizer, word) for word in args.stop_token]
+    do = partial(converse if talks else write, engine, request=request, stop_ids=stop_ids, args=args)
+    do = do if talks else partial(do, prompts=prompts)
+    if args.image:
+        return about_images(engine, opened, do, args, one=talks or request.sample_output_file is not None)
+    do(tokenizer)
 
 
-def write(engine, tokenizer, request, prompts: list, stop_ids: list[int], args: argparse.Namespace) -> None:
+def about_images(engine, opened, do: Callable, args: argparse.Namespace, one: bool) -> int:
+    """Write about each image of the command line; a damaged one is named, and the exit code is then 2."""
+    import dataclasses
+
+    from tokenformer.data.images.folders import find_images
+    from tokenformer.data.images.samples import batches
+    from tokenformer.infer.captions import Beginning, look_at
+    from tokenformer.infer.images import reading
+
+    images = find_images(args.image)
+    if one and len(images) > 1:
+        raise UserError("a conversation, and --output-file, are about one image: give --image once")
+    settings, size = reading(opened.model)
+    damaged = 0
+    for number, pixels, _, damage in batches(images, dataclasses.replace(settings, damaged="skip"), size, 1):
+        if damage:
+            print(f"tokenformer: {images.name(number)} is damaged ({damage[0]}): left out", file=sys.stderr)
+            damaged += 1
+            continue
+        look_at(engine, opened.model, pixels[0], settings)
+        if len(images) > 1:
+            print(f"{images.name(number)}: ", end="", flush=True)
+        do(Beginning(opened.text_tokenizer))
+    return 2 if damaged else 0
+
+
+def write(engine, tokenizer, request, stop_ids: list[int], args: argparse.Namespace, prompts: list) -> None:
     """Write all texts, to the screen or a file. Those of --prompt are shown as text, a single one as it is made."""
     import json
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     from tokenformer.growth.plan import plan_growth
     from tokenformer.growth.shape import trunk_of
     from tokenformer.growth.verify import verify
-    from tokenformer.hub.folder import save_folder, write_folder
+    from tokenformer.hub.folder import CODES, save_folder, write_folder
     from tokenformer.hub.open import open_model
     from tokenformer.models import build, cost
 
@@ -81,7 +81,9 @@ def run(args: argparse.Namespace) -> None:
         types = {name: dtypes[recipe.source] for name, recipe in plan.recipes.items()}
         events, made = [*history, plan.event], make_tensors(plan, tensors)
         more = {"force": args.force, "images": None if config.of == "language" else opened.images}
-        write_folder(args.out, plan.config, events, made, types, opened.tokenizer_json, **more)
+        codes = opened.folder / CODES
+        beside = {CODES: codes.read_bytes()} if codes.exists() else {}
+        write_folder(args.out, plan.config, events, made, types, opened.tokenizer_json, **more, more=beside)
     else:
         width = max(dtype.itemsize for dtype in dtypes.values()) / 1e6
         print(

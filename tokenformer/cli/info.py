@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
     config, growing = model_config(args.source)
     if args.context and config.of != "language":
         raise UserError("--context is for language models: an image is as long as its size says, so leave it out")
-    if config.of == "pair":
+    if config.of in ("pair", "caption"):
         for line in growing:
             print(line)
         return show_pair(config)
@@ -69,6 +69,9 @@ def show_pair(config: ModelConfig) -> None:
     for name, trunk in config.trunks.items():
         print(f"\n{name}")
         show(trunk)
+    if config.of == "caption":
+        total, after = cost(config).parameters, config.trunks["image"].length
+        return print(f"\na language model that reads images as {after} positions: {total:,} parameters")
     whole, rival = cost(config), cost(equal_transformer(config))
     print(f"\na pair of both, compared by {config.loss} in {config.embed} dimensions: {whole.parameters:,} parameters")
     rows = [("tokenformer", whole), ("transformer as large", rival)]
@@ -99,6 +102,7 @@ def show(config: ModelConfig) -> None:
         pooled = f", pool {config.pool}" if config.of == "text" else ""
         pooled += "; attention is not causal" if not total.causal else ""
         untied = "" if config.tied else " (untied)"
+        untied += f" and {config.added_vocab:,} ids that were added" if config.added_vocab else ""
         print(f"{shape}, vocabulary {config.vocab:,}{untied}, context {config.context:,}{pooled}")
         rotated = rotated if config.of == "language" or config.positions == "rotary" else "learned positions"
     print(f"theta {config.theta}, {rotated}" if config.kind == "tokenformer" else rotated)

@@ -26,9 +26,8 @@ LONGEST = 1000  # characters of a message: a word of the command line or of a fi
 OF_THE_SYSTEM = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EIO}
 
 
-ORDER = (
-    "info tokenizer prepare data train compare plot eval generate predict embed match grow shrink explore edit".split()
-)
+ORDER = "info tokenizer prepare data train compare plot eval generate draw predict embed match grow shrink".split()
+ORDER += "explore edit".split()
 ORDER += "adapter serve pull convert plan slurm".split()
 
 WITH_SETTINGS = ("info", "train", "compare", "plan", "slurm")  # take a.b=c

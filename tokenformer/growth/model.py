@@ -156,7 +156,7 @@ def with_tensors(
     new.history, new.compute_dtype = [*model.history, event], model.compute_dtype
     for now, was in zip(new.trunks().values(), model.trunks().values(), strict=True):
         now.active = {name: weight for name, weight in was.active.items() if name in now.config.switch_names()}
-    for beside in ("images", "tokenizer_json"):
+    for beside in ("images", "tokenizer_json", "codes"):
         if hasattr(model, beside):
             setattr(new, beside, getattr(model, beside))
     return new.train(model.training)

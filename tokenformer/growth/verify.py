@@ -77,6 +77,9 @@ def _logits(model: Any, parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
         pixels, texts = (ids, None) if ids.is_floating_point() else (None, ids)
         image, text = functional_call(model, parameters, (pixels, texts))
         logits = text if image is None else image
+    elif model.config.of == "caption" and ids.is_floating_point():
+        nothing = torch.zeros(len(ids), 1, dtype=torch.long, device=ids.device)
+        logits = functional_call(model, parameters, (nothing, ids)).logits[:, 0]
     else:
         found = functional_call(model, parameters, (ids,))
         logits = found if model.config.of == "image" else found.logits
@@ -94,6 +97,12 @@ def _mean_loss(model: Any, parameters: dict[str, Tensor], ids: Tensor, switch: s
 
     What an image shows is not known here: it stands for the first class.
     """
+    if model.config.of == "caption" and not ids.is_floating_point():
+        image = model.config.trunks["image"]
+        sides = [side * image.patch for side in image.grid]
+        pixels = torch.zeros(len(ids), image.channels, *sides, device=ids.device) if switch else None
+        output = functional_call(model, parameters, (ids[:, :-1], pixels), {"labels": ids[:, 1:]})
+        return output.loss_sum / output.count
     if model.config.of != "language":
         logits = _logits(model, parameters, ids)
         return F.cross_entropy(logits, logits.new_zeros(len(ids), dtype=torch.long))

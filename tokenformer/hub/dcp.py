@@ -79,15 +79,17 @@ def _write(path: Path, parts: Mapping[str, tuple[Tensor, list[int]]]) -> dict[st
 
 
 def stored(folder: str | Path) -> dict[str, TensorStorageMetadata]:
-    """Return what a folder holds: names, shapes and types."""
-    files = sorted(Path(folder).glob("*.safetensors"))
+    """Return what a folder holds: names, shapes and types. What other files than ours hold (codes) does not count."""
+    files, others = sorted(Path(folder).glob("*.safetensors")), set[str]()
     for path in files:
-        read_header(path)  # refuses in a sentence what would make the reader below fail
+        header = read_header(path)  # refuses in a sentence what would make the reader below fail
+        others |= set() if path.name.startswith("shard-") else header.keys()
     if not files:
         return {}
     with _as_user_error(folder):
         found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
+    kinds = {name: meta for name, meta in found.items() if name not in others}
+    return {name: meta for name, meta in kinds.items() if isinstance(meta, TensorStorageMetadata)}
 
 
 def read_tensors(

@@ -1,5 +1,6 @@
 """Reads and writes our folder: config.yml, model*.safetensors, tokenizer.json or images.json (names of the classes, how
-pixels are made), history.json, tensors.json (a checksum per tensor, for `hub/pull.py`); the manifest last.
+pixels are made), codes.safetensors (colours of a model that draws), history.json, tensors.json (a checksum per tensor,
+for `hub/pull.py`); the manifest last.
 
 Unusual: tensors are read and written one at a time, so that a model larger than memory can be grown and converted.
 Every read opens the file anew, so that the pages of the last tensor leave memory with it; the writer knows all shapes
@@ -22,8 +23,10 @@ from tokenformer.errors import UserError
 from tokenformer.files import TENSORS, atomic_folder, check_manifest
 from tokenformer.hub.fill import check_shapes, check_values, empty, fill
 from tokenformer.hub.sidecars import read_config, read_history, sidecars
+from tokenformer.models.draw import Codes
 from tokenformer.parsing import is_file, parse_json, read_text, shown
 
+CODES = "codes.safetensors"
 SHARD_BYTES = 5 * 10**9  # the most that one file holds
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NUMBERS = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}  # beside weights
@@ -38,10 +41,34 @@ def read_images(folder: Path) -> dict[str, Any]:
     return images
 
 
+def read_codes(folder: Path, config: ModelConfig) -> Codes | None:
+    """Return what a model draws with; None if nothing lies beside its weights."""
+    path = folder / CODES
+    if not path.exists():
+        return None
+    shape, kind = read_header(path).get("palette", ([], ""))
+    with safe_open(path, framework="pt") as file:
+        side = str((file.metadata() or {}).get("side"))
+        if len(shape) != 2 or shape[1] != 3 or kind != "U8" or not side.isdecimal() or shape[0] >= config.added_vocab:
+            raise UserError(
+                f"{path} should hold a palette (colours, 3) of bytes for the {config.added_vocab} ids that were added "
+                f"to this model, and a side, not {kind} {shape}: get it anew"
+            )
+        return Codes(file.get_tensor("palette"), int(side))
+
+
+def codes_file(codes: Codes) -> bytes:
+    """Return the content of codes.safetensors."""
+    kinds = {"palette": (codes.palette.shape, codes.palette.dtype)}
+    return header_bytes(kinds, side=str(codes.side)) + stored_bytes(codes.palette).tobytes()
+
+
 def tell(model: Any, folder: Path) -> Any:
     """Give a model what stands beside its tensors, and return it."""
     model.history = read_history(folder)
-    if model.config.of in ("image", "pair"):
+    if model.config.of == "language":
+        model.codes = read_codes(folder, model.config)
+    if model.config.of in ("image", "pair", "caption"):
         model.images = read_images(folder)
         names, classes = len(model.images.get("classes", [])), model.config.classes
         if names > classes:
@@ -143,7 +170,9 @@ def save_folder(
     """Write our folder of a model; `more` are further files, text by name."""
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
     named, images = model.named_parameters(), getattr(model, "images", None)
-    rest = {"images": images, "max_shard_size": max_shard_size, "more": more}
+    codes = getattr(model, "codes", None)
+    beside = {**(more or {}), **({CODES: codes_file(codes)} if codes else {})}
+    rest = {"images": images, "max_shard_size": max_shard_size, "more": beside}
     write_folder(folder, model.config, model.history, named, types, tokenizer_json, force, **rest)
 
 
@@ -157,14 +186,14 @@ def write_folder(
     force: bool = False,
     images: dict[str, Any] | None = None,
     max_shard_size: int | None = None,
-    more: Mapping[str, str] | None = None,
+    more: Mapping[str, str | bytes] | None = None,
 ) -> None:
     """Write a folder from tensors that come one by one, in the order and types of `dtypes`."""
     shapes = {name: p.shape for name, p in empty(config).named_parameters()}
     check_shapes(config, {name: shapes.get(name, ()) for name in dtypes}, "what is to be written")
     with atomic_folder(folder, force) as beside:
         for name, text in {**sidecars(config, history, tokenizer_json, images), **(more or {})}.items():
-            (beside / name).write_text(text, encoding="utf-8")
+            (beside / name).write_bytes(text.encode() if isinstance(text, str) else text)
         kinds = {name: (shapes[name], dtype) for name, dtype in dtypes.items()}
         write_tensors(beside, tensors, kinds, max_shard_size)
 

@@ -50,6 +50,8 @@ def save_hf(
     `AutoModelForImageClassification` and `AutoImageProcessor`; of a pair, `AutoModel` and both of these.
     """
     of = model.config.of
+    if of not in MAPS:
+        raise UserError(f"transformers has no class for a model of {of}: write one of our folders")
     if of == "pair" and tokenizer_json is None:
         raise UserError("a pair reads texts, and no tokenizer lies beside it: give the one it was trained with")
     ids, suppressed = _special_ids(tokenizer_json, model.config)

@@ -41,6 +41,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 VERBS = {  # what a model of each kind is for
     "language": "`tokenformer generate` writes with it, and `tokenformer eval --text` measures it",
     "image": "`tokenformer predict` classifies images with it, and `tokenformer eval --images` measures it",
+    "caption": "`tokenformer generate --image` writes with it, and `tokenformer eval --pairs` measures it",
     "pair": "`tokenformer match` finds images by texts with it, and `tokenformer eval --pairs` measures it",
 }
 MODEL_TYPES = ("tokenformer", "tokenformer_image", "tokenformer_pair")  # of transformers
@@ -171,7 +172,7 @@ class Opened:
     @cached_property
     def model(self) -> Any:
         model = self._readers[1](self.located.path)
-        if self.config.of in ("language", "pair"):
+        if self.config.of in ("language", "pair", "caption"):
             model.tokenizer_json = self.tokenizer_json
         return self.prepare(model).to(device=self.device, dtype=self.dtype)
 

@@ -52,19 +52,37 @@ class Engine:
         backend: str | None = None,
         graph: bool | None = None,
         tuning: Tuning | None = None,
+        prefix: Tensor | None = None,
     ) -> None:
         """`chunk`: positions of a prompt computed at once. `vocab`: ids from there on are never chosen (padding of the
         embedding). `every`: steps between two reads by the host. `backend`: torch or triton (None: triton if possible).
-        `graph`: whether a step is a CUDA graph (None: where there is CUDA). `tuning`: of the kernels.
+        `graph`: whether a step is a CUDA graph (None: where there is CUDA). `tuning`: of the kernels. `prefix`: see
+        `read`.
         """
         self.packed = Packed(model, dtype)
-        self.context, self.chunk, self.every = model.config.context, chunk, every
+        self.chunk, self.every = chunk, every
         self.vocab = min(vocab or model.config.vocab, model.config.vocab)
         self.graph = self.packed.device.type == "cuda" if graph is None else graph
         self.backend, self.make_step, self.hidden = choose_backend(model, self.packed, backend, tuning or Tuning())
         self.names, self.active = model.config.switch_names(), dict(model.active)
         self.moved = {name for name, moved in getattr(model, "adapters", {}).items() if moved}
         self._last: _Batch | None = None
+        self.read(prefix)
+
+    def read(self, prefix: Tensor | None) -> None:
+        """Let every prompt come after embeddings (P, D) that see each other, such as an image's. None: none."""
+        if prefix is not None and len(prefix) >= self.packed.config.context:
+            most = f"the model's context is {self.packed.config.context}"
+            raise UserError(f"there are {len(prefix)} positions before the text, but {most}: give a smaller image")
+        self.prefix, self._last = None if prefix is None else prefix.detach(), None  # graphs have read the old one
+        self.before = 0 if prefix is None else len(prefix)
+        self.context = self.packed.config.context - self.before  # positions that are left for a text
+
+    def choices(self, adds: bool) -> tuple[range, ...]:
+        """Return the ids that may be chosen: without the padding, behind which lie those that growth added."""
+        c = self.packed.config
+        added = range(c.vocab, c.vocab + c.added_vocab) if adds else range(0)
+        return (range(self.vocab), *([added] if added else []))
 
     def check_switches(
         self, switches: Sequence[Mapping[str, float] | None] | None, count: int
@@ -96,9 +114,10 @@ class Engine:
                 raise UserError(f"{name} has no tokens: begin with the token that ends a document")
             if len(row) >= self.context:
                 raise UserError(f"{name} has {len(row):,} tokens, the model's context is {self.context:,}: shorten it")
-            if min(row) < 0 or max(row) >= self.vocab:
-                strange = min(row) if min(row) < 0 else max(row)
-                raise UserError(f"{name} holds the id {strange}: give ids from 0 to {self.vocab - 1:,}")
+            known = self.choices(adds=True)
+            for strange in (id for id in row if not any(id in some for some in known)):
+                ranges = " and ".join(f"{some.start} to {some.stop - 1:,}" for some in known)
+                raise UserError(f"{name} holds the id {strange}: give ids from {ranges}")
             rows.append(row)
         chosen = list(range(len(rows)) if seeds is None else seeds)
         if len(chosen) != len(rows):
@@ -118,15 +137,26 @@ class Engine:
         stop_ids: Sequence[int] = (),
         logprobs: bool = False,
         switches: Sequence[Mapping[str, float] | None] | None = None,
+        choices: range | None = None,
+        against: Sequence[Ids] | Tensor | None = None,
+        guidance: float = 1.0,
     ) -> "_Batch":
         """Prefill and choose the first token of each row; `advance` makes the rest. One batch can run at a time."""
         rows, seeds = self.check(prompts, seeds)
         weights = self.check_switches(switches, len(rows))
+        if against is not None:  # the second half of the batch, which chooses what the first half does
+            others, _ = self.check(against)
+            if len(others) != len(rows):
+                raise UserError(f"there are {len(others)} prompts against {len(rows)}: give one for each")
+            rows, seeds, weights = rows + others, 2 * seeds, {name: 2 * some for name, some in weights.items()}
+        name = self.packed.config.added_switch
+        chosen = (choices,) if choices else self.choices(not name or name in weights)
         if not rows or n < 1:
             raise UserError("there is nothing to generate: give at least one prompt and one token")
         n = min(n, self.context)  # no row can have more
-        slots = -(-min(max(map(len, rows)) + n, self.context) // SLOTS) * SLOTS
-        key = (len(rows), slots, n, sampling or Sampling(), len(stop_ids), logprobs, tuple(weights))
+        slots = -(-(self.before + min(max(map(len, rows)) + n, self.context)) // SLOTS) * SLOTS
+        halves = None if against is None else guidance
+        key = (len(rows), slots, n, sampling or Sampling(), len(stop_ids), logprobs, tuple(weights), chosen, halves)
         if self._last is None or self._last.key != key:
             self._last = None  # frees its cache first
             self._last = _Batch(self, key)
@@ -143,16 +173,21 @@ class Engine:
         stop_ids: Sequence[int] = (),
         logprobs: bool = False,
         switches: Sequence[Mapping[str, float] | None] | None = None,
+        choices: range | None = None,
+        against: Sequence[Ids] | Tensor | None = None,
+        guidance: float = 1.0,
     ) -> list[Finished]:
         """Generate up to `n` new tokens per prompt: fewer where a stop token comes or the context is full. Row i's seed
         is i unless `seeds` says otherwise; `logprobs` asks for log-probabilities. `switches`: the adapters of each row
         with their weights; None, for a row or all of them, means those that were active when the engine was made.
+        `choices`: the only ids that may be chosen. `against`: a prompt for each, whose logits a are pushed away from:
+        tokens are chosen by a + guidance · (logits − a) (classifier-free guidance).
         """
         how = {"seeds": seeds, "stop_ids": stop_ids, "logprobs": logprobs, "switches": switches}
-        batch = self.start(prompts, n, sampling, **how)
+        batch = self.start(prompts, n, sampling, **how, choices=choices, against=against, guidance=guidance)
         while not batch.over:
             batch.advance(self.every)
-        return batch.rows
+        return batch.rows if against is None else batch.rows[: len(batch.rows) // 2]
 
 
 Switches = Mapping[str, Tensor] | None  # name → (B,) weights; None: the model has none
@@ -173,7 +208,7 @@ def choose_backend(
     def plain(batch: int) -> Step:
         def step(ids: Tensor, positions: Tensor, cache: StaticCache, switches: Switches) -> Tensor:
             hidden = packed.hidden(ids[:, None], positions[:, None], cache, switches=switches)
-            return packed.logits(hidden[:, 0])
+            return packed.logits(hidden[:, 0], switches)
 
         return step
 
@@ -212,7 +247,7 @@ class _Batch:
 
     def __init__(self, engine: Engine, key: tuple) -> None:
         self.engine, self.key = engine, key
-        batch, slots, self.n, self.sampling, stops, self.with_logprobs, names = key
+        batch, slots, self.n, self.sampling, stops, self.with_logprobs, names, self.choices, self.guidance = key
         packed = engine.packed
         device = packed.device
         self.cache = StaticCache(packed.config, batch, slots, device, packed.dtype)
@@ -227,8 +262,13 @@ class _Batch:
         self.out_BK = torch.zeros(batch, self.n, dtype=torch.long, device=device)
         self.logprob_BK = torch.zeros(batch, self.n, device=device)
         penalty = self.sampling.repetition_penalty != 1
-        self.seen_BW = torch.zeros(batch, engine.vocab, dtype=torch.bool, device=device) if penalty else None
+        every = packed.config.vocab + packed.config.added_vocab
+        self.seen_BW = torch.zeros(batch, every, dtype=torch.bool, device=device) if penalty else None
+        first = len(self.choices) == 1 and self.choices[0].start == 0  # the ids that are chosen from begin with 0
+        ids = [id for some in self.choices for id in some]
+        self.ids_W = None if first else torch.tensor(ids, device=device)
         self.plain = self.sampling.greedy and not penalty and not self.with_logprobs  # only tokens are wanted
+        self.plain = self.plain and first and self.guidance is None
         self.replay: Callable[[], None] = self._step
         if engine.graph:
             warm_up(lambda: (self._step(), self.count.zero_()))
@@ -238,14 +278,17 @@ class _Batch:
 
     def _prefill(self, ids_BT: Tensor) -> None:
         """Run the prompts in chunks, and choose the first new token of each row."""
-        chunk, length, packed = self.engine.chunk, ids_BT.shape[1], self.engine.packed
+        chunk, length, packed, before = self.engine.chunk, ids_BT.shape[1], self.engine.packed, self.engine.before
+        if self.engine.prefix is not None:
+            packed.read(self.engine.prefix.expand(len(ids_BT), -1, -1), self.cache, self.switches)
         hidden_BD = torch.zeros(len(ids_BT), packed.config.dim, dtype=packed.dtype, device=ids_BT.device)
         for start in range(0, length, chunk):
-            hidden_BTD = self.engine.hidden(ids_BT[:, start : start + chunk], self.cache, start, self.switches)
-            index_B = (self.last_B - start).clamp(0, hidden_BTD.shape[1] - 1)
-            here_B = (self.last_B >= start) & (self.last_B < start + hidden_BTD.shape[1])
+            hidden_BTD = self.engine.hidden(ids_BT[:, start : start + chunk], self.cache, before + start, self.switches)
+            last_B = self.last_B - before - start
+            index_B = last_B.clamp(0, hidden_BTD.shape[1] - 1)
+            here_B = (last_B >= 0) & (last_B < hidden_BTD.shape[1])
             hidden_BD = torch.where(here_B[:, None], hidden_BTD[self.cache.rows_B1[:, 0], index_B], hidden_BD)
-        self._pick(packed.logits(hidden_BD))
+        self._pick(packed.logits(hidden_BD, self.switches))
 
     def _step(self) -> None:
         logits_BW = self.forward(self.token_B, self.position_B, self.cache, self.switches)
@@ -260,12 +303,26 @@ class _Batch:
         self.position_B += ~self.done_B
         self._pick(logits_BW.to(torch.promote_types(logits_BW.dtype, torch.float32)))
 
+    def _chosen_from(self, values_BW: Tensor) -> Tensor:
+        """Return the columns of the ids that may be chosen."""
+        parts = [values_BW[:, some.start : some.stop] for some in self.choices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
     def _pick(self, logits_BW: Tensor) -> None:
-        raw_BW, logits_BW = logits_BW, logits_BW[:, : self.engine.vocab]
+        config, raw_BW = self.engine.packed.config, logits_BW
+        if config.added_switch in (self.switches or {}):  # who does not have the switch does not have its ids
+            off_B1 = self.switches[config.added_switch][:, None] == 0  # pyrefly: ignore
+            added = torch.arange(logits_BW.shape[-1], device=off_B1.device) >= config.vocab
+            logits_BW = raw_BW = logits_BW.masked_fill(off_B1 & added, -torch.inf)
+        logits_BW = self._chosen_from(logits_BW)
+        if self.guidance is not None:
+            wanted_BW, against_BW = logits_BW.chunk(2)
+            logits_BW = torch.lerp(against_BW, wanted_BW, self.guidance).repeat(2, 1)
         if self.seen_BW is not None:
-            logits_BW = penalise(logits_BW, self.seen_BW, self.sampling.repetition_penalty)
+            logits_BW = penalise(logits_BW, self._chosen_from(self.seen_BW), self.sampling.repetition_penalty)
         chance_B = self.seed_B if self.sampling.greedy else uniform(self.seed_B, self.count)
         ids_B = choose(logits_BW, self.sampling, chance_B)
+        ids_B = ids_B if self.ids_W is None else self.ids_W[ids_B]
         self.token_B.copy_(ids_B)
         self.out_BK.index_copy_(1, self.count, ids_B[:, None])
         if self.with_logprobs:
@@ -294,11 +351,14 @@ class _Batch:
         ids_BT = torch.zeros(len(prompts), room, dtype=torch.long)
         for row, prompt in zip(ids_BT, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
-        last_B = torch.tensor(lengths) - 1
+        last_B = engine.before + torch.tensor(lengths) - 1
         self.last_B.copy_(last_B)
         self.position_B.copy_(last_B + 1)
         self.seed_B.copy_(torch.tensor(list(seeds)))
         self.limits = [min(self.n, engine.context - length) for length in lengths]
+        if self.guidance is not None:
+            half = len(prompts) // 2  # a row ends together with the one that it is guided against
+            self.limits = 2 * list(map(min, self.limits[:half], self.limits[half:]))
         self.limit_B.copy_(torch.tensor(self.limits))
         self.stop_ids.copy_(torch.tensor(list(stop_ids), dtype=torch.long))
         self.count.zero_()

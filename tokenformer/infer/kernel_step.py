@@ -123,8 +123,8 @@ class FusedModel:
             some = list(run)
             self.runs.append([FusedTokens([layer[i] for layer in some], dtype, i != 1) for i in range(3)])
         self.places = [(run, at) for run in self.runs for at in range(len(run[0].tau_LS))]
-        self.embedding = model.embedding.weight.detach().to(dtype)
-        self.head = self.embedding if model.head is None else model.head.weight.detach().to(dtype)
+        self.embedding = _table([model.embedding, model.added_embedding], dtype)
+        self.head = self.embedding if model.head is None else _table([model.head, model.added_head], dtype)
         norm: Any = model.norm
         self.norm = (norm.weight.detach().float(), norm.bias.detach().float(), model.config.norm_eps)
         self.device = self.embedding.device
@@ -163,6 +163,12 @@ class FusedModel:
 
     def rotary(self, slots: int) -> tuple[Tensor, Tensor]:
         return angles(torch.arange(slots, device=self.device), self.config.rotary_dims, self.config.rotary_base)
+
+
+def _table(parts: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Return the rows of all ids, those that growth added too; who chooses from the logits leaves them out."""
+    rows = [part.weight.detach().to(dtype) for part in parts if part is not None]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _weights(tokens: FusedTokens, at: int, x_TD: Tensor, factor_BN: Tensor | None) -> Tensor:

@@ -114,6 +114,9 @@ def pack(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
     packed.embedding.weight = nn.Parameter(model.embedding.weight.detach().to(dtype), requires_grad=False)
     if packed.head is not None:
         packed.head.weight = nn.Parameter(model.head_weight.detach().to(dtype), requires_grad=False)
+    for name in ("added_embedding", "added_head"):
+        if (own := getattr(model, name)) is not None:
+            getattr(packed, name).weight = nn.Parameter(own.weight.detach().to(dtype), requires_grad=False)
     packed.norm, packed.active = model.norm, dict(model.active)
     return packed
 
@@ -166,7 +169,13 @@ class Packed:
         placed = Placed(cache, positions_BT, start)
         return self.model.hidden(ids_BT, positions=positions_BT, mask=mask, cache=placed, switches=switches)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits in fp32 or better."""
-        out = self.model.logits(hidden)
+    def read(self, prefix_BPD: Tensor, cache: StaticCache, switches: Mapping[str, Tensor] | None = None) -> None:
+        """Fill the first positions of a cache with what is no text, such as an image: it sees all of itself."""
+        places = torch.arange(prefix_BPD.shape[1], device=self.device)
+        fields = {"positions": places, "causal": False, "cache": Placed(cache, places, 0), "switches": switches}
+        self.model.hidden(embeddings=prefix_BPD.to(self.dtype), **fields)
+
+    def logits(self, hidden: Tensor, switches: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return logits in fp32 or better; those of added ids follow, where `switches` let them count."""
+        out = self.model.logits(hidden, self.model.added_rows(switches, hidden))
         return out.to(torch.promote_types(out.dtype, torch.float32))

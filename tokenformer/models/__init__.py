@@ -9,6 +9,7 @@ from tokenformer.models.cost import Cost as Cost
 from tokenformer.models.cost import cost as cost
 
 if TYPE_CHECKING:
+    from tokenformer.models.caption import CaptionModel as CaptionModel
     from tokenformer.models.image import ImageModel as ImageModel
     from tokenformer.models.init import init_weights as init_weights
     from tokenformer.models.language import LanguageModel as LanguageModel
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tokenformer.models.trunk import View as View
 
 _HOME = {"ImageModel": "image", "init_weights": "init", "Pattention": "layers", "PairModel": "pair"}
+_HOME["CaptionModel"] = "caption"
 _HOME |= dict.fromkeys(("LanguageModel", "Output"), "language") | dict.fromkeys(("Cache", "Trunk", "View"), "trunk")
 
 
@@ -36,11 +38,12 @@ def build(config: ModelConfig, seed: int = 0) -> Any:
     >>> type(build(config)).__name__
     'LanguageModel'
     """
+    from tokenformer.models.caption import CaptionModel
     from tokenformer.models.image import ImageModel
     from tokenformer.models.language import LanguageModel
     from tokenformer.models.pair import PairModel
 
-    kinds = {"language": LanguageModel, "image": ImageModel, "pair": PairModel}
+    kinds = {"language": LanguageModel, "image": ImageModel, "pair": PairModel, "caption": CaptionModel}
     if config.of not in kinds:
         raise UserError(f"model.of is '{config.of}', but must be {', '.join(kinds)}; or give `Trainer` a `build`")
     return kinds[config.of](config, seed)

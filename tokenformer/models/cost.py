@@ -23,8 +23,8 @@ class Cost:
     attended: int  # channels in which data tokens attend to each other: Σ dim over all layers
     cache_values: int  # numbers in the key/value cache per token
     causal: bool = True  # whether a token sees those before it alone
-    end_flops: int = 0  # forward, once per sample, outside the blocks: patches and class head of an image; of a pair
-    # all that is computed, since its trunks differ in length
+    end_flops: int = 0  # forward, once per sample, outside the blocks: patches and class head of an image; of two
+    # trunks all that is computed, since they differ in length
 
     @property
     def parameter_flops(self) -> int:
@@ -54,12 +54,17 @@ def cost(config: ModelConfig) -> Cost:
     151881216
     """
     if config.trunks:
-        count = cost if config.of == "pair" else blocks
+        count = cost if config.of in ("pair", "caption") else blocks
         parts: list[dict[str, Any]] = [dataclasses.asdict(count(trunk)) for trunk in config.trunks.values()]
         names = list(dict.fromkeys(name for part in parts for name in part["projections"]))
         projections = {name: sum(part["projections"].get(name, 0) for part in parts) for name in names}
         counts = [key for key in parts[0] if key not in ("projections", "causal")]
         sums: dict[str, Any] = {key: sum(part[key] for part in parts) for key in counts}
+        if config.of == "caption":
+            image, text = config.trunks["image"], config.trunks["text"]
+            sums["parameters"] += image.dim * text.dim
+            sums["end_flops"] = cost(image).sample_flops(image.length) + 2 * image.length * image.dim * text.dim
+            sums["end_flops"] += cost(text).sample_flops(text.context)
         if config.of == "pair":
             projected = config.embed * sum(trunk.dim for trunk in config.trunks.values())
             sums["parameters"] += projected + (2 if config.loss == "sigmoid" else 1)
@@ -121,7 +126,7 @@ def _text_rows(config: ModelConfig) -> int:
 
 def training_flops_per_sample(config: ModelConfig) -> int:
     """Training FLOPs of a sample of full length; of several trunks those of their blocks, each at its own."""
-    if config.of == "pair":
+    if config.of in ("pair", "caption"):
         return 3 * cost(config).sample_flops(0)
     if config.trunks:
         return sum(3 * blocks(trunk).sample_flops(trunk.length) for trunk in config.trunks.values())

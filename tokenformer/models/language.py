@@ -17,6 +17,7 @@ from tokenformer.models.layers import Linear, look_up, outside_vocabulary, reada
 from tokenformer.models.names import TABLE, Role
 from tokenformer.models.trunk import Cache, Trunk, View
 from tokenformer.ops.cross_entropy import LOGITS, linear_cross_entropy, summed_loss
+from tokenformer.ops.palette import Codes
 
 
 class Output(NamedTuple):
@@ -58,6 +59,7 @@ class LanguageModel(Trunk):
         self.added_embedding = nn.Embedding(more, dim, _weight=torch.empty(more, dim)) if more else None
         self.added_head = Linear(dim, more) if more and not config.tied else None
         self.tokenizer_json: str | None = None  # that lay beside the weights
+        self.codes: Codes | None = None  # the colours that its added ids stand for, if it draws (codes.safetensors)
         if table.device.type != "meta":
             init_weights(self, self.config, seed)
 
@@ -154,12 +156,15 @@ class LanguageModel(Trunk):
         return weight_WD.to(hidden.dtype)
 
     @torch.no_grad()
-    def generate(self, ids: Tensor, n: int, temperature: float = 0.0, seed: int = 0) -> Tensor:
-        """`ids` (B, T) → (B, T + n): greedy at temperature 0, else sampled. The reference of the decoding engine."""
+    def generate(self, ids: Tensor, n: int, temperature: float = 0.0, seed: int = 0, **fields: Any) -> Tensor:
+        """`ids` (B, T) → (B, T + n): greedy at temperature 0, else sampled. The reference of the decoding engine.
+
+        `fields`: of the `View`, such as a cache that holds what comes before the ids.
+        """
         generator = torch.Generator(ids.device).manual_seed(seed)
-        cache, step = Cache(), ids
+        fields, step = {"cache": Cache(), **fields}, ids
         for _ in range(n):
-            logits_BW = self(step, cache=cache).logits[:, -1].float()
+            logits_BW = self(step, **fields).logits[:, -1].float()
             if temperature == 0:
                 step = logits_BW.argmax(-1, keepdim=True)
             else:

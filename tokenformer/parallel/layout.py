@@ -140,7 +140,8 @@ class Layout:
         self.numbers = {name for name, p in own.items() if not p.ndim}  # which FSDP does not split: on every rank
 
     def freeze(self, names: Collection[str]) -> None:
-        """Freeze these parameters and no others."""
+        """Freeze these parameters and those that the model was built with as frozen (`held`), and no others."""
+        names = {*names, *getattr(self.model, "held", ())}
         for name, parameter in (*self.own.items(), *self.named.items()):
             parameter.requires_grad_(name not in names)
 

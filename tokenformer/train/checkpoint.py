@@ -44,7 +44,7 @@ class Checkpoints:
         step: int,
         layout: Layout,
         optimizer: State,
-        files: dict[str, str],
+        files: dict[str, Any],
         state: dict,
         average: dict[str, Tensor] | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
-    def _write(self, step: int, parts: dict[str, dict[str, Any]], files: dict[str, str], state: dict) -> None:
+    def _write(self, step: int, parts: dict[str, dict[str, Any]], files: dict[str, Any], state: dict) -> None:
         """Write this rank's parts into a folder that the first rank makes, completes and renames."""
         path = self.run / "checkpoints" / f"step-{step:08d}"
         known: dict[str, dict] = {}  # of all ranks, on the first
@@ -109,7 +109,7 @@ class Checkpoints:
 
                 def complete() -> None:
                     for name, text in files.items():
-                        (folder / "model" / name).write_text(text, encoding="utf-8")
+                        (folder / "model" / name).write_bytes(text.encode() if isinstance(text, str) else text)
                     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
                     with plain_reasons():
                         hidden.close()

@@ -4,8 +4,6 @@ Unusual: the loss is over the whole batch of all ranks. Where that is cut into m
 first, without gradients; then each micro-batch again, which is differentiated by the gradients of its features.
 """
 
-import functools
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,57 +12,27 @@ import torch
 from torch import Tensor
 
 from tokenformer.config import Config
-from tokenformer.data.images.captions import PairSource, distinct, encode_captions
-from tokenformer.data.images.opening import some_of
-from tokenformer.data.images.pairs import open_pair_parts, pairs_of
-from tokenformer.data.images.samples import source_loader
+from tokenformer.data.images.captions import distinct, encode_captions
 from tokenformer.data.loader import Batch
-from tokenformer.data.text.tokenizer import load_tokenizer, padded_vocab, with_end
-from tokenformer.errors import UserError
 from tokenformer.models.pair import LARGEST
 from tokenformer.ops.augment import augment_pixels
 from tokenformer.ops.contrastive import Result, gathered, sigmoid_loss, softmax_loss
 from tokenformer.ops.retrieval import recalls
 from tokenformer.parallel.mesh import Place
 from tokenformer.parallel.parallelize import before_backward
-from tokenformer.train.images import ImageTask
+from tokenformer.train.images import TextsTask
 
 
-class PairTask(ImageTask):
+class PairTask(TextsTask):
     """Images, each with a caption or several; the model says which text belongs to which image."""
 
     unit = "pairs"
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         super().__init__(config, place, device)
-        c, s, text = config, self.settings, config.model.trunks["text"]
-        for name, value in (
-            ("data.images.mixup", s.mixup),
-            ("data.images.cutmix", s.cutmix),
-            ("data.images.smoothing", s.smoothing),
-            ("train.drop_path", c.train.drop_path),
-        ):
-            if value:
-                raise UserError(f"{name} is {value}, but that is for images with classes, not for pairs: remove it")
-        if c.data.tokenizer is None:
-            raise UserError("data.tokenizer is missing: name byte, gpt-neox-20b, or a tokenizer.json for the texts")
-        self.tokenizer, self.context = load_tokenizer(c.data.tokenizer), text.context
-        if self.tokenizer.vocab_size > text.vocab:
-            raise UserError(
-                f"the tokenizer {c.data.tokenizer} has {self.tokenizer.vocab_size} ids but model.trunks.text.vocab is "
-                f"{text.vocab}: set it to {padded_vocab(self.tokenizer.vocab_size)}, or name another tokenizer"
-            )
-        source = functools.partial(PairSource, tokenizer=self.tokenizer, context=self.context, settings=s)
-        source = functools.partial(source, size=self.size, seed=c.seed)
-        pairs, held = open_pair_parts(c.data)
-        if self.batch > len(pairs):
-            what = f"batch is {self.batch:,}, but there are {len(pairs):,} pairs to train on"
+        if self.batch > len(self.pairs):
+            what = f"batch is {self.batch:,}, but there are {len(self.pairs):,} pairs to train on"
             warnings.warn(f"{what}: the same pair is several times in a batch, as a wrong one too", stacklevel=2)
-        self.loader = source_loader(c.data, source(pairs, training=True), self.batch, **self.cut)
-        held = some_of(held, self.held_out_samples)
-        if len(held):
-            self.held_out = source_loader(c.data, source(held, training=False), len(held), **self.cut)
-            self.held_pairs = pairs_of(held)
 
     def flops(self, cost: Any) -> float:
         return 3 * cost.sample_flops(0)
@@ -146,7 +114,3 @@ class PairTask(ImageTask):
     def everybodys(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks, in their order."""
         return gathered(rows, None if self.place.alone else self.place.groups["data"])
-
-    def files(self) -> dict[str, str]:
-        about = json.dumps(self.about_images(), indent=1) + "\n"
-        return {"images.json": about, "tokenizer.json": with_end(self.tokenizer)}

@@ -1,14 +1,16 @@
 """The first values of a run's parameters: the initialisation, or other weights."""
 
+import dataclasses
 import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenformer.config import OF_TOKENS, Config
+from tokenformer.config import OF_TOKENS, Config, ModelConfig
 from tokenformer.config_model import unlike
 from tokenformer.errors import UserError
+from tokenformer.growth.shape import table, with_table
 from tokenformer.models import build as build_model
 from tokenformer.models.image import fit_tensors
 from tokenformer.models.init import initial
@@ -22,7 +24,8 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
 
     Parameter tokens of a smaller model (`start`) fill the first rows, the rest keeps its initial values and τ follows
     the new number: the official `pretrain_partial_init`, which does not compute the same as the smaller model. `files`
-    belong to the task's data, whose tokenizer must be that of `start`.
+    belong to the task's data, whose tokenizer must be that of `start`. A model that reads images may begin with a
+    language model, of which nothing may differ but segments that it has more, each with a switch.
     """
     from tokenformer.hub.dcp import read_tensors
     from tokenformer.hub.open import Opened, locate, open_model
@@ -31,7 +34,7 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
     model_config, start = config.model.resolved(), config.start
     with torch.device("meta"):
         model = build(model_config)
-    mine, given, history, said = dict(model.named_parameters()), {}, [], []
+    mine, given, history, said, prefix = dict(model.named_parameters()), {}, [], [], ""
     if start:
         try:
             opened = open_model(start)
@@ -39,9 +42,11 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
             said = [f"a new run begins with the weights of {opened.located.path}"]
             if "tokenizer.json" in files and opened.tokenizer_json is None:
                 said.append("no tokenizer lies beside these weights: the data must be prepared with their own")
-            if opened.located.kind != "official":  # these are language models
+            if model_config.of == "caption" and opened.config.of == "language":
+                prefix = check_language(opened.config, model_config.trunks["text"], start)
+            elif opened.located.kind != "official":  # these are language models
                 opened.need(model_config.of)
-            said += _differences(config, opened, files)
+            said += [] if prefix else _differences(config, opened, files)
             if opened.run:
                 newest = Opened(start, locate(start, values=False))  # whose config `train RUN` took
                 if newest.config != opened.config:
@@ -50,7 +55,7 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
             if opened.located.kind == "checkpoint" and build is not build_model:  # the package cannot make this model
                 given, history = read_tensors(opened.located.path), read_history(opened.located.path)
             else:
-                given = {name: tensor.detach() for name, tensor in opened.model.named_parameters()}
+                given = {f"{prefix}{name}": tensor.detach() for name, tensor in opened.model.named_parameters()}
                 history = opened.model.history
             if model_config.of == opened.config.of == "image":
                 given = fit_tensors(given, opened.config, model_config)
@@ -68,7 +73,9 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
             )
 
     def values(name: str, shape: tuple[int, ...]) -> Tensor:
-        made = initial(name, shape, model_config, config.seed, model.ends)
+        made, own = initial(name, shape, model_config, config.seed, model.ends), parse(name, model.ends)
+        if prefix and own.trunk == prefix and own.role.kind == "value":  # new segments do nothing yet
+            made.zero_()
         if name in given:
             made[tuple(slice(n) for n in given[name].shape)] = given[name]
         return made
@@ -95,3 +102,22 @@ def _differences(config: Config, opened: Any, files: dict[str, str]) -> list[str
             if (before := opened.images.get(name, now[name])) != now[name]:
                 said.append(f"data.images.{name} is {now[name]}, but {before} in {start}")
     return said
+
+
+def check_language(own: ModelConfig, text: ModelConfig, start: str) -> str:
+    """Refuse a language model that is not the one of the trunk `text` without its switches; return the prefix there."""
+    bare = text
+    if text.kind == "tokenformer":
+        rows = {which: [[s for s in layer if not s[2]] for layer in layers] for which, layers in table(text).items()}
+        bare = with_table(text, rows)
+    free = {name: getattr(own, name) for name in ("context", "init")}
+    bare, own = dataclasses.replace(bare, **free), own.resolved()
+    own = with_table(own, table(own)) if own.kind == "tokenformer" else own  # one way of writing each shape
+    for field in dataclasses.fields(own):
+        mine, theirs = getattr(bare, field.name), getattr(own, field.name)
+        if mine != theirs:
+            raise UserError(
+                f"model.trunks.text is not the model of {start}: {field.name} is {mine} without segments that have a "
+                f"switch, and {theirs} there: write what is there, and new segments with `switch: image`"
+            )
+    return "text."

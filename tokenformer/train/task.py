@@ -91,8 +91,8 @@ class Task:
         """Return what else a log line counts, since the last one and over all ranks; every rank calls this."""
         return {}
 
-    def files(self) -> dict[str, str]:
-        """Return the files that belong beside the weights, by name."""
+    def files(self) -> dict[str, Any]:
+        """Return the files that belong beside the weights, by name: text, or bytes."""
         return {}
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:

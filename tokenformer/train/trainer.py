@@ -36,11 +36,13 @@ from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
 from tokenformer.strict import to_yaml
-from tokenformer.train import adapting, checkpoint, growing, loggers
+from tokenformer.train import adapting, checkpoint, freezing, growing, loggers
 from tokenformer.train.average import Average
+from tokenformer.train.caption import CaptionTask
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.classify import ClassifyTask
 from tokenformer.train.compile import allow_compilations, choose_compiler, wrap
+from tokenformer.train.draw import DrawTask
 from tokenformer.train.health import Guard, Spikes
 from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
@@ -54,7 +56,13 @@ from tokenformer.train.start import first_values
 from tokenformer.train.task import Task
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-TASKS: dict[str, type[Task]] = {"language": LanguageTask, "classify": ClassifyTask, "pair": PairTask}
+TASKS: dict[str, type[Task]] = {
+    "language": LanguageTask,
+    "classify": ClassifyTask,
+    "pair": PairTask,
+    "caption": CaptionTask,
+    "draw": DrawTask,
+}
 SHARES = ("top1", "top5", "image_to_text_r1", "text_to_image_r1")  # what a validation prints, where a task measures it
 
 
@@ -76,7 +84,7 @@ class Trainer:
         build: Build | None = None,
     ):
         self.config, self.folder, self.resuming = config, Path(run), resume
-        self.make_task, self.build_model = task or choose_task(config), build or build_model
+        self.make_task, self.build_model = task or choose_task(config), freezing.builder(build or build_model, config)
         self.command, self.step = command or sys.argv, 0
         self.asked = 0  # the signal that this process got
         self.stop: signal.Signals | None = None  # the signal that some rank got, once all ranks know of it
@@ -179,6 +187,7 @@ class Trainer:
                 f"train.ema is {self.config.train.ema} and parallel.pipeline {self.place.degrees.pipeline}, but the "
                 "average is not kept for stages of a pipeline: leave one of them out"
             )
+        freezing.check(self.config, self.stages)
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
         loggers.check(self.config)

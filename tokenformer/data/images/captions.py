@@ -58,7 +58,10 @@ class PairSource:
         size: int,
         seed: int,
         training: bool,
+        drop: float = 0.0,
     ) -> None:
+        """`drop`: the share of captions that are left out in training."""
+        self.drop = drop
         self.inner = ImageSource(images, settings, size=size, seed=seed, training=training)
         self.pairs, self.tokenizer, self.context = pairs_of(images), tokenizer, context
         self.seed, self.training, self.shuffled = seed, training, self.inner.shuffled
@@ -79,6 +82,9 @@ class PairSource:
             out["ids"][there], out["length"][there] = encode_captions(self.tokenizer, texts, self.context)
 
     def caption(self, number: int, epoch: int) -> str:
+        left_out = drawing.generator("no caption", self.seed, epoch, number).random() if self.drop else 1.0
+        if self.training and left_out < self.drop:
+            return ""
         captions = self.pairs.captions(number)
         if not self.training or len(captions) == 1:
             return captions[0]

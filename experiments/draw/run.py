@@ -1,0 +1,140 @@
+"""Names of held-out icons, and drawings: how well small models read and draw icons that they were not trained on.
+
+python experiments/draw/run.py --check
+python experiments/draw/run.py --data DATA --out experiments/draw [--phase captions drawings]
+
+`arms.jsonl` gets a line for each arm; a finished arm is not run again.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(1, str(Path(__file__).parents[1] / "pairs"))
+
+import icons
+from learning import Arm, Size, train
+
+from tokenformer.config import ModelConfig
+
+SEEDS = (0, 1, 2)
+RATES = {"captions": (1e-3, 2e-3, 4e-3), "drawings": (2e-3, 4e-3, 8e-3)}
+ICONS = {"size": 32, "captions": 32, "context": 32}
+COLOURS = 16
+
+
+def models(dim: int, layers: tuple[int, int], vocab: int, side: int, colours: int) -> dict[str, ModelConfig]:
+    """Return the model that reads icons and the one that draws them; `layers`: of each language model."""
+    tokens = {"dim": dim, "heads": dim // 16, "qkv_tokens": 3 * dim // 4, "proj_tokens": 3 * dim // 4, "init": "zero"}
+    image = ModelConfig(
+        of="image", layers=2, ffn_tokens=3 * dim, image_size=32, patch=8, classes=0, pool="mean", **tokens
+    )
+    switch = {"ffn_tokens": [2 * dim, dim], "switch": {"ffn": ["", "image"]}}
+    text = ModelConfig(layers=layers[0], context=64, vocab=vocab, **switch, **tokens)
+    switch = {"ffn_tokens": [2 * dim, dim], "switch": {"ffn": ["", "draw"]}, "rotary_fraction": 1.0}
+    added = {"added_vocab": colours + 1, "added_switch": "draw"}
+    draw = ModelConfig(layers=layers[1], context=side * side + 32, vocab=vocab, **added, **switch, **tokens)
+    return {"caption": ModelConfig(of="caption", trunks={"image": image, "text": text}), "draw": draw}
+
+
+class Study:
+    """Runs arms and keeps their lines."""
+
+    extensions = 3  # of a grid of rates
+
+    def __init__(self, size: Size, data: icons.Icons, out: Path, seconds: float = 1e9) -> None:
+        self.size, self.data, self.file = size, data, out / "arms.jsonl"
+        self.device, self.end, self.ran = "cuda" if torch.cuda.is_available() else "cpu", time.time() + seconds, 0
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.done = {entry["name"]: entry for entry in map(json.loads, lines)}
+
+    def result(self, arm: Arm) -> dict:
+        if arm.name not in self.done:
+            if time.time() > self.end:
+                raise SystemExit(f"no time is left for {arm.name}: start again to go on")
+            print(arm.name, flush=True)
+            entry = {"name": arm.name, **train(arm, self.size, self.data, self.device)}
+            with open(self.file, "a") as file:
+                file.write(json.dumps(entry) + "\n")
+            self.done[arm.name], self.ran = entry, self.ran + 1
+        return self.done[arm.name]
+
+    def best_rate(self, what: str, rates: Sequence[float]) -> Arm:
+        """Choose a rate on validation icons; the grid is extended until its best is inside."""
+        grid = sorted(rates)
+        for _ in range(self.extensions + 1):
+            found = [score(self.result(Arm(what, rate))) for rate in grid]
+            best = grid[found.index(max(found))]
+            if best not in (grid[0], grid[-1]):
+                break
+            grid = sorted([*grid, best * 2 if best == grid[-1] else best / 2])
+        return Arm(what, best)
+
+    def phase(self, what: str, rate: float | None = None, seeds: Sequence[int] = SEEDS) -> None:
+        """Choose the rate, unless it is given, and test it; drawings are tested with one seed."""
+        arm = Arm(what, rate) if rate else self.best_rate(what, RATES[what])
+        for seed in seeds if what == "captions" else seeds[:1]:
+            self.result(replace(arm, seed=seed, on="test"))
+
+
+def score(entry: dict) -> float:
+    """Return what a rate is chosen by."""
+    return entry["ratio"]["first"] + entry["likelihood"]["first"] if entry["what"] == "captions" else -entry["bits"]
+
+
+def check() -> None:
+    """Run every phase at toy size on made icons, and assert what the study rests on."""
+    made = icons.made(60, **ICONS)
+    size = Size(**models(32, (1, 1), made.vocab, 8, 4), steps={"captions": 3, "drawings": 2}, batch=_batch(16), side=8)
+    Study.extensions = 0
+    with tempfile.TemporaryDirectory() as folder:
+        first = Study(size, made, Path(folder))
+        for what in RATES:
+            first.phase(what)
+        again = Study(size, made, Path(folder))
+        for what in RATES:
+            again.phase(what)
+        assert first.ran == 10 and not again.ran, "a finished arm was run again"
+        from report import tables
+
+        print(tables(list(first.done.values())))
+    print(f"all is well: {first.ran} arms")
+
+
+def _batch(count: int) -> dict[str, int]:
+    return dict.fromkeys(RATES, count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--phase", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--rate", type=float, help="chosen before: only the test arms are run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--seconds", type=float, default=1e9, help="after these no arm is begun")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    if args.check:
+        return check()
+    if args.data is None:
+        parser.error("say with --data where the icons are")
+    args.out.mkdir(parents=True, exist_ok=True)
+    data = icons.read(args.data, **ICONS)
+    steps, batch = {"captions": 1000, "drawings": 600}, {"captions": 128, "drawings": 32}
+    study = Study(
+        Size(**models(64, (2, 3), data.vocab, 16, COLOURS), steps=steps, batch=batch), data, args.out, args.seconds
+    )
+    for what in args.phase:
+        study.phase(what, args.rate, args.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A language model that reads images on the command line: captions, questions, a conversation, figures, refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.test_caption import IMAGE, larger
+from tokenformer import load, save
+from tokenformer.cli.main import main
+from tokenformer.config import ModelConfig
+from tokenformer.data.images.folders import find_images
+from tokenformer.data.images.samples import batches
+from tokenformer.data.text.tokenizer import ByteTokenizer
+from tokenformer.infer.captions import as_input
+from tokenformer.infer.images import reading
+from tokenformer.models import build
+
+ICONS = Path(__file__).parents[2] / "examples" / "icons"
+FOOD = ICONS / "val" / "food"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Random weights that are larger than at first, so that it tells images apart."""
+    tokens = {"qkv_tokens": 24, "proj_tokens": 16, "ffn_tokens": [48, 16], "switch": {"ffn": ["", "image"]}}
+    text = ModelConfig(layers=2, dim=32, heads=4, context=64, vocab=257, **tokens)
+    model = larger(larger(build(ModelConfig(of="caption", trunks={"image": IMAGE, "text": text}), seed=3)))
+    model.images = {"size": 16, "mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 1.0, "interpolation": "bicubic"}
+    path = tmp_path_factory.mktemp("caption") / "model"
+    save(model, path, tokenizer_json=ByteTokenizer().to_json())
+    return path
+
+
+def expected(folder: Path, image: Path, prompt: str, n: int) -> str:
+    """By the reference: the end token 0, bytes + 1."""
+    model = load(folder).eval()
+    settings, size = reading(model)
+    _, pixels, _, _ = next(iter(batches(find_images([str(image)]), settings, size, 1)))
+    ids = torch.tensor([[0, *(b + 1 for b in prompt.encode())]])
+    made = model.generate(as_input(model, pixels, settings), ids, n)[0, ids.shape[1] :].tolist()
+    return ByteTokenizer().decode(made[: made.index(0)] if 0 in made else made)
+
+
+def test_it_writes_about_images_and_answers_after_them(folder, capsys, tmp_path):
+    egg, potato = FOOD / "egg.png", FOOD / "potato.png"
+    assert main(["generate", str(folder), "--image", str(egg), "--tokens", "8"]) in (0, None)
+    assert capsys.readouterr().out.rstrip("\n") == expected(folder, egg, "", 8).rstrip("\n")
+    main(["generate", str(folder), "--image", str(egg), "--image", str(potato), "--prompt", "Is it", "--tokens", "6"])
+    said = [f"{path}: Is it{expected(folder, path, 'Is it', 6)}" for path in (egg, potato)]
+    assert capsys.readouterr().out.rstrip("\n") == "\n".join(said).rstrip("\n")
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(egg.read_bytes()[:100])
+    assert main(["generate", str(folder), "--image", str(bad), "--image", str(egg), "--tokens", "2"]) == 2
+    found = capsys.readouterr()
+    assert f"{bad} is damaged" in found.err and f"{egg}: " in found.out
+
+
+def test_a_conversation_is_about_the_image(folder, capsys, monkeypatch):
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("What\n/quit\n"))
+    main(["generate", str(folder), "--image", str(FOOD / "egg.png"), "--interactive", "--tokens", "5"])
+    assert capsys.readouterr().out.rstrip("\n") == expected(folder, FOOD / "egg.png", "What", 5).rstrip("\n")
+
+
+def test_without_an_image_it_is_the_language_model(folder, capsys):
+    main(["generate", str(folder), "--prompt", "It was", "--tokens", "6"])
+    ids = torch.tensor([[b + 1 for b in b"It was"]])
+    made = load(folder).text.generate(ids, 6)[0].tolist()
+    made = made[: made.index(0)] if 0 in made else made
+    assert capsys.readouterr().out.rstrip("\n") == ByteTokenizer().decode(made).rstrip("\n")
+
+
+def test_what_is_measured_counts_only_whole_images(folder, capsys, tmp_path):
+    out = tmp_path / "found.json"
+    assert main(["eval", str(folder), "--pairs", str(ICONS), "--limit", "12", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["images"] == 12 and found["among"] == 12 and len(found["captions"]) == 12
+    assert 0 <= found["first"] <= found["first_five"] <= 1
+    assert "the right name is the likeliest of 12" in capsys.readouterr().out
+    rows = ["image,caption", f"{FOOD}/egg.png,egg", f"{tmp_path}/bad.png,bad", f"{FOOD}/potato.png,potato"]
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    (tmp_path / "some.csv").write_text("\n".join(rows) + "\n")
+    assert main(["eval", str(folder), "--pairs", str(tmp_path / "some.csv")]) == 2
+    found = capsys.readouterr()
+    assert "bad.png is damaged" in found.err and "2 images" in found.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "MODEL", "--image", "EGG", "--image", "EGG", "--interactive"], "about one image"),
+        (["generate", "MODEL", "--image", "gone.png"], "there is no image and no folder gone.png"),
+        (["eval", "MODEL", "--images", str(ICONS)], "`tokenformer generate --image` writes with it"),
+        (["eval", "MODEL", "--text", "x"], "x"),
+        (["convert", "MODEL", "--to", "hf", "--out", "OUT"], "transformers has no class for a model of caption"),
+        (["serve", "MODEL"], "is a model of caption, but one of language is needed"),
+    ],
+)
+def test_what_is_refused(folder, tmp_path, capsys, words, said):
+    names = {"MODEL": str(folder), "EGG": str(FOOD / "egg.png"), "OUT": str(tmp_path / "out")}
+    assert main([names.get(word, word) for word in words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_info_and_grow_know_it(folder, capsys, tmp_path):
+    main(["info", str(folder)])
+    assert "a language model that reads images as 5 positions" in capsys.readouterr().out
+    words = ["--on", "text.", "--ffn-tokens", "80", "--switch", "image", "--out", str(tmp_path / "grown")]
+    main(["grow", str(folder), *words])
+    assert "computes the same: yes" in capsys.readouterr().out
+    assert load(tmp_path / "grown").config.trunk("text.").ffn_tokens == [48, 16, 16]
