@@ -41,10 +41,24 @@ def source_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what verbs share that write a folder from weights."""
     add = parser.add_argument
     add("source", help="a folder, a run, a weight file, or a hub name such as Haiyang-W/TokenFormer-150M")
-    add("config", nargs="*", default=[], help="config files, for official weights that have none beside them")
+    help = "config files, for official weights that have none beside them"
+    add("config", nargs="*", default=[], type=config_file, help=help)
     add("--out", required=True, type=Path, help="the folder to make")
     add("--tokenizer", help="a tokenizer.json, its folder, byte or gpt-neox-20b (default: the source's own)")
     add("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
+
+
+def config_file(word: str) -> str:
+    if Path(word).suffix not in (".yml", ".yaml"):
+        raise UserError(f"{cut(word)} is one word too many: config files end in .yml, and of texts each has its --text")
+    return word
+
+
+def text_arguments(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add what verbs share that measure on a text."""
+    what = f"{help}: a file, also compressed, a folder or a prepared set; may be given several times"
+    parser.add_argument("--text", action="append", default=[], help=what)
+    parser.add_argument("--field", default="text", help="of JSON lines or Parquet in --text (default: text)")
 
 
 def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -6,9 +6,8 @@ tokenformer shrink my-folder --ffn-tokens 2304 --by newest --out as-before
 """
 
 import argparse
-from pathlib import Path
 
-from tokenformer.cli.main import source_arguments
+from tokenformer.cli.main import source_arguments, text_arguments
 from tokenformer.config import PROJECTIONS
 from tokenformer.errors import UserError
 
@@ -24,14 +23,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--across", choices=["layer", "model"], default="layer", help="as many in every layer, or where they do most")
     add("--tau", choices=["match", "hold", "sqrt_n"], help="default: match on the text, sqrt_n without one")
     add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
-    add("--text", type=Path, help="text to measure on, and to report the change in loss")
+    text_arguments(parser, "text to measure on, and to report the change in loss")
     add("--images", metavar="PATH", help="of an image model: 256 images of these are measured on")
     add("--tokens", type=int, default=1 << 15, help="how much of the text, in tokens (default 32768)")
 
 
 def run(args: argparse.Namespace) -> None:
     from tokenformer import hub
-    from tokenformer.cli.grow import text_ids
+    from tokenformer.cli.grow import name_texts, text_ids
     from tokenformer.eval.images import sample_pixels
     from tokenformer.files import refuse_existing, refuse_overlap
     from tokenformer.growth.shrink import shrink
@@ -39,13 +38,13 @@ def run(args: argparse.Namespace) -> None:
 
     refuse_existing(args.out, args.force)
     refuse_overlap(args.out, args.source)
-    if args.text is None and args.images is None and args.by == "energy":
+    if not args.text and args.images is None and args.by == "energy":
         raise UserError("shrinking by energy measures on a text: give one with --text (or --images), or --by newest")
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer, weights=args.weights)
     model = opened.model
     if args.images:
         opened.need("image")
-    ids = text_ids(args.text, opened, args.tokens) if args.text else None
+    ids = text_ids(args.text, opened, args.tokens, args.field) if args.text else None
     ids = sample_pixels(model, args.images, 256) if args.images else ids
     sizes = {f"{which}_tokens": getattr(args, f"{which}_tokens") for which in PROJECTIONS}
     how = {"ratio": args.ratio, "by": args.by, "across": args.across, "tau": args.tau}
@@ -56,5 +55,5 @@ def run(args: argparse.Namespace) -> None:
         print(f"{name}: {before} → {event['after'][name]}")
     if args.text and ids is not None:
         change = f"{event['loss_before']:.4f} → {event['loss_after']:.4f}"
-        print(f"loss on {ids.numel():,} tokens of {args.text.name}: {change}")
+        print(f"loss on {ids.numel():,} tokens of {name_texts(args.text)}: {change}")
     print(f"{args.out}: {model.cost().parameters:,} → {smaller.cost().parameters:,} parameters")
