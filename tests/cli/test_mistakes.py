@@ -33,6 +33,7 @@ train small.yml optimizer.rat=1e-3              | did you mean 'optimizer.rate'?
 train small.yml steps=ten                       | steps is 'ten', but must be a whole number
 train small.yml steps=-5                        | steps is -5: give 0 or more
 train small.yml batch=0                         | batch is 0: give a number above 0
+train small.yml batch=8388608 micro_batch=8388608 | are here: give micro_batch=
 train small.yml batch=7 micro_batch=4           | give a multiple of 4
 train small.yml optimizer.rate=-1               | optimizer.rate is -1.0: give a number above 0
 train small.yml optimizer.kind=sgd              | must be one of muon, adamw

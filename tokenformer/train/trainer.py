@@ -42,6 +42,7 @@ from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
 from tokenformer.train.classify import ClassifyTask
 from tokenformer.train.compile import allow_compilations, choose_compiler, wrap
 from tokenformer.train.health import Guard, Spikes
+from tokenformer.train.host import check_host_memory
 from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
 from tokenformer.train.pair import PairTask
@@ -182,6 +183,9 @@ class Trainer:
             )
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
+        known = self.build_model is build_model and not self.base and self.config.model.of != "pair"
+        if self.device.type == "cpu" and self.place.alone and known:
+            check_host_memory(dataclasses.replace(self.config, model=self.chain[-1]))
         loggers.check(self.config)
 
     def open_task(self) -> None:
