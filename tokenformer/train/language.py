@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,11 +35,16 @@ class LanguageTask(Task):
         self.tokenizer = text_tokenizer(c.data, sets)
         load = functools.partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **self.cut)
         self.loader = load(batch=self.batch, samples=c.steps * self.batch)
-        if self.tokenizer.vocab_size > c.model.vocab:
+        held, fits = c.model.vocab, padded_vocab(self.tokenizer.vocab_size)
+        said = f"the data has a vocabulary of {self.tokenizer.vocab_size} ids but"
+        if self.tokenizer.vocab_size > held and c.start:
+            raise UserError(f"{said} {c.start} knows {held}: prepare it with the tokenizer of these weights")
+        if self.tokenizer.vocab_size > held:
             raise UserError(
-                f"the data has a vocabulary of {self.tokenizer.vocab_size} ids but model.vocab is {c.model.vocab}: "
-                f"set model.vocab={padded_vocab(self.tokenizer.vocab_size)}, or prepare it with another tokenizer"
+                f"{said} model.vocab is {held}: set model.vocab={fits}, or prepare it with another tokenizer"
             )
+        if 2 * fits <= held and not c.start:
+            warnings.warn(f"{said} model.vocab is {held}: model.vocab={fits} would do", stacklevel=2)
         wanted, epochs = self.held_out_samples, None if len(sets) > 1 else 1  # each held-out sample counts once
         self.held_out = load(batch=wanted, samples=times * wanted, part="validation", epochs=epochs, empty=True)
 

@@ -268,7 +268,7 @@ class Trainer:
         c = self.config
         if self.found.path is not None and self.step >= c.steps:
             return [f"all {c.steps} steps are done: give more, such as steps={2 * max(1, self.step)}, to train on"]
-        if self.steps_before in (None, c.steps):
+        if self.steps_before in (None, c.steps) or any(line.startswith("optimizer.rate:") for line in self.changes):
             return []
         last = max(self.step, min(c.steps, self.steps_before or 0) - 1)
         rates = [(self.rate(step), self.rate(step, self.steps_before)) for step in (self.step, last)]
