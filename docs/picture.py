@@ -19,7 +19,7 @@ STYLE = """
     .base { stroke: #a3adba } .exact { stroke: #6db3ff } .random { stroke: #ff9666 }
     .t-exact { fill: #6db3ff } .t-random { fill: #ff9666 }
   }"""
-WIDTH, HEIGHT = 940, 330
+WIDTH, HEIGHT = 1040, 350
 ARROW = '<marker id="to" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">' + (
     '<path d="M0,0L8,4L0,8z" fill="#8a94a3"/></marker>'
 )
@@ -62,7 +62,7 @@ def losses() -> list[str]:
     """Training loss over compute, of the base and of two ways to make it three times as large."""
     lines = [json.loads(line) for line in (HERE.parent / "experiments/growth-rules/arms.jsonl").open(encoding="utf-8")]
     runs = {line["arm"]: line for line in lines}
-    left, right, top, bottom, low, high, end = 520, 915, 56, 270, 1.0, 1.6, 2.7e15
+    left, right, top, bottom, low, high, end = 520, 1015, 56, 270, 1.0, 1.6, 2.7e15
     parts = [text(480, 34, "Loss of a model that becomes three times as large", "head")]
 
     def place(flops: float, loss: float) -> tuple[float, float]:
@@ -91,15 +91,17 @@ def losses() -> list[str]:
     parts += [
         f'<path class="line" stroke-dasharray="4 3" d="M{at},{top}V{bottom}"/>',
         text(at - 8, 76, "grown here", "soft", "end"),
-        text(at + 14, 84, "official rule: 1.18 → 2.67 at once", "t-random"),
-        text(at + 14, 104, "a segment: 1.18 → 1.18", "t-exact"),
+        text(at + 14, 84, "official rule: 1.18 → 2.67", "t-random"),
+        text(at + 14, 104, "a segment: 1.18 → 1.18, then a small rise:", "t-exact"),
+        text(at + 14, 122, "the rate warms up anew", "t-exact"),
         text((left + right) / 2, 292, "compute", "soft", "middle"),
         text(
             480,
             317,
-            "0.8 → 2.4 M parameters, bytes of enwik8, nats per byte; lines: training, numbers: held-out text",
+            "0.8 → 2.4 M parameters, bytes of enwik8, nats per byte.",
             "soft",
         ),
+        text(480, 335, "Lines: loss in training. Numbers: held-out text, before and after the growth.", "soft"),
     ]
     return parts
 

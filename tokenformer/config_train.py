@@ -1,7 +1,7 @@
 """How a model is trained: every key of a recipe, its default and its meaning. Part of config.py's `Config`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tokenformer.strict import Section, key, need
 
@@ -11,6 +11,8 @@ DEGREES = ("pipeline", "replicate", "shard", "token")  # from the outermost to t
 @dataclass(frozen=True)
 class OptimizerConfig(Section, section="optimizer"):
     """The update rule."""
+
+    familiar: ClassVar[dict[str, str]] = dict.fromkeys(("lr", "learning_rate", "max_lr"), "rate")
 
     kind: Literal["muon", "adamw"] = key(
         "muon: Muon on parameter tokens and the other matrices of the blocks, AdamW on embeddings, head and norms; "

@@ -189,7 +189,9 @@ def _words(kind: Any) -> str:
         return plain[kind]
     args = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, args))}"
+        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
+    if typing.get_origin(kind) is list and dataclasses.is_dataclass(args[0]):
+        return "a list of mappings"
     if typing.get_origin(kind) is list:
         return f"a list ({_words(args[0])} each)"
     if typing.get_origin(kind) is dict:

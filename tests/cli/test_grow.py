@@ -1,5 +1,6 @@
 """`tokenformer grow`: the certificate, official weights, one sentence for what cannot be, and the memory it takes."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -65,6 +66,30 @@ def test_a_prepared_set_is_a_text_to_verify_on(folder, capsys):
         assert "set" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", ["grow", "shrink", "convert"])
+def test_a_text_is_whatever_eval_reads(folder, capsys, verb):
+    text = (folder / "text.txt").read_text()
+    with gzip.open(folder / "text.txt.gz", "wt") as file:
+        file.write(text)
+    (folder / "many").mkdir()
+    for i in range(4):
+        (folder / "many" / f"{i}.txt").write_text(text[:400])
+    (folder / "rows.jsonl").write_text(json.dumps({"body": text}) + "\n")
+    sizes = {"grow": ["--ffn-tokens", "64"], "shrink": ["--ffn-tokens", "16"], "convert": ["--to", "ours"]}[verb]
+    if verb == "convert":
+        assert main(["grow", str(folder / "old"), "--ffn-tokens", "64", "--out", str(folder / "two")]) == 0
+        sizes += ["--merge-segments"]
+    words = [verb, str(folder / ("two" if verb == "convert" else "old")), *sizes]
+    several = ["--text", str(folder / "text.txt"), "--text", str(folder / "many")]
+    for i, given in enumerate(
+        [["--text", str(folder / "text.txt.gz")], ["--text", str(folder / "rows.jsonl"), "--field", "body"], several]
+    ):
+        assert main([*words, *given, "--out", str(folder / f"new{i}")]) == 0, capsys.readouterr().err
+    assert "text.txt and 1 more" in capsys.readouterr().out
+    assert main([*words, "--text", str(folder / "many"), "b.txt", "--out", str(folder / "new")]) == 2
+    assert "b.txt is one word too many" in capsys.readouterr().err
+
+
 def test_without_verifying_the_folder_is_the_same(folder):
     words = ["grow", str(folder / "old"), "--ffn-tokens", "64", "--layers", "4", "--seed", "3", "--out"]
     assert main([*words, str(folder / "a")]) == main([*words, str(folder / "b"), "--no-verify"]) == 0
@@ -110,7 +135,7 @@ def test_a_file_written_one_tensor_at_a_time_is_a_plain_safetensors_file(folder)
         (["--ffn-tokens", "64", "--new-tokens", "zero_key", "zero_value"], "dead"),
         (["--ffn-tokens", "64", "--new-tokens", "sement"], "one of segment"),
         (["--ffn-tokens", "64", "--no-verify", "--text", "x"], "one of them"),
-        (["--ffn-tokens", "64", "--text", "missing.txt"], "missing.txt is missing"),
+        (["--ffn-tokens", "64", "--text", "missing.txt"], "no file, folder or match for 'missing.txt'"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_and_nothing_is_written(folder, capsys, words, sentence):

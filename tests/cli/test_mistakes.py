@@ -23,6 +23,15 @@ train small.yml --learning-rate 1e-3            | settings are written without d
 train small.yml steps = 10                      | write steps=10, without spaces
 train small.yml steps= 10                       | write steps=10, without spaces
 train small.yml steps 10                        | write steps=10
+train data.path=alice --out new                 | is a setting: name a config first, such as lm/3m data.path=alice
+train small.yml optimizer.rate:1e-3             | write optimizer.rate=1e-3
+train small.yml optimizer.lr=1e-3               | unknown key 'optimizer.lr': did you mean 'optimizer.rate'?
+train small.yml data.path=alcie                 | did you mean alice?
+train small.yml growth=yes                      | must be a list of mappings or progressive or a mapping
+train folder data.path=wide batch=4 --out new   | folder knows 384: prepare it with the tokenizer
+generate begun --prompt x                       | the run begun has no checkpoint yet: wait for its first one
+generate folder hi                              | a text goes behind --prompt or --text
+convert folder --out other                      | required: --to (ours, hf, official)
 train small.yml stepz=10                        | unknown key 'stepz': did you mean 'steps'?
 train small.yml lr=1e-3                         | unknown key 'lr': did you mean 'optimizer.rate'?
 train small.yml epochs=3                        | unknown key 'epochs': did you mean 'steps'?
@@ -33,6 +42,7 @@ train small.yml optimizer.rat=1e-3              | did you mean 'optimizer.rate'?
 train small.yml steps=ten                       | steps is 'ten', but must be a whole number
 train small.yml steps=-5                        | steps is -5: give 0 or more
 train small.yml batch=0                         | batch is 0: give a number above 0
+train small.yml batch=8388608 micro_batch=8388608 | are here: give micro_batch=
 train small.yml batch=7 micro_batch=4           | give a multiple of 4
 train small.yml optimizer.rate=-1               | optimizer.rate is -1.0: give a number above 0
 train small.yml optimizer.kind=sgd              | must be one of muon, adamw
@@ -111,8 +121,14 @@ def place(config_file, prepared, tmp_path_factory) -> Path:  # noqa: F811
     (folder / "empty.yml").write_text("")
     (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     (folder / "book.txt").write_bytes(TEXT.read_bytes()[:20000])
+    (folder / "begun").mkdir()
+    for name in ("config.yml", ".lock"):
+        (folder / "begun" / name).write_text(config_file.read_text())
     before = os.getcwd()
     os.chdir(folder)
+    words = ["tokenizer", "train", "book.txt", "--vocab", "500", "--out", "wide-tokenizer.json"]
+    assert main(words) == 0
+    assert main(["prepare", "book.txt", "--tokenizer", "wide-tokenizer.json", "--out", ".", "--name", "wide"]) == 0
     assert main(["train", "small.yml", "steps=2", "--out", "run"]) == 0
     assert main(["convert", "--to", "ours", "run", "--out", "folder"]) == 0
     assert main(["grow", "folder", "--ffn-tokens", "48", "--out", "grown"]) == 0

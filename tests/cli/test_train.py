@@ -73,6 +73,13 @@ def test_a_resumed_run_says_what_is_left_and_what_other_steps_do_to_the_rate(con
     assert f"{longer} (schedule.steps=4 would keep it)" in said(run, "--resume", "steps=8")
     assert [row["rate"] for row in read_rows(Path(run)) if row["kind"] == "train"][-1] == pytest.approx(0.004 / 8)
     assert "the learning rate goes on as it would have" in said(run, "--resume", "steps=9", "schedule.kind=constant")
+    other = said(run, "--resume", "steps=10", "optimizer.rate=1e-3")
+    assert "rate: 0.004 → 0.001" in other and "as it would have" not in other
+
+
+def test_a_vocabulary_much_larger_than_the_data_is_said(config_file, tmp_path, capsys):  # noqa: F811
+    assert main(["train", str(config_file), "model.vocab=4096", "steps=0", "--out", str(tmp_path / "run")]) == 0
+    assert "but model.vocab is 4096: model.vocab=384 would do" in capsys.readouterr().out
 
 
 def test_a_decay_that_lies_ahead_is_said_to_move(config_file, tmp_path, capsys):  # noqa: F811

@@ -1,5 +1,6 @@
 """Memory that does not suffice: one sentence that names micro_batch=, and a run that may be begun again."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -106,3 +107,16 @@ def test_every_verb_says_it_in_a_sentence(config_file, capsys, monkeypatch):
     monkeypatch.setattr(info, "run", runs_out)
     assert main(["info", str(config_file)]) == 2
     assert capsys.readouterr().err.startswith("tokenformer: out of memory (2.50 GiB more were wanted): give smaller")
+
+
+def test_a_step_that_the_host_has_no_memory_for_is_refused_before_anything_is_written(tiny, tmp_path, monkeypatch):
+    """Else the system kills the process without a word. What the sentence names then fits."""
+    monkeypatch.setattr("tokenformer.train.host.host_memory", lambda: 2e6)
+    with pytest.raises(
+        UserError, match=r"needs about .* MB of memory, but 2.0 MB are here: give micro_batch=\d+ \("
+    ) as e:
+        Trainer(tiny("batch=256", "micro_batch=256", "steps=1"), tmp_path / "run").run()
+    assert not (tmp_path / "run").exists()
+    less = re.search(r"micro_batch=(\d+)", str(e.value))
+    assert less and 1 < int(less[1]) < 256
+    Trainer(tiny("batch=256", f"micro_batch={less[1]}", "steps=1"), tmp_path / "run").run()

@@ -6,9 +6,8 @@ tokenformer convert --to official grown --merge-segments --text held-out.txt --o
 """
 
 import argparse
-from pathlib import Path
 
-from tokenformer.cli.main import source_arguments
+from tokenformer.cli.main import source_arguments, text_arguments
 from tokenformer.errors import UserError
 
 
@@ -17,7 +16,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, choices=["ours", "hf", "official"], help="the format to write")
     help = "one segment per layer, rescaled to fit --text; approximate"
     parser.add_argument("--merge-segments", action="store_true", help=help)
-    parser.add_argument("--text", type=Path, help="for --merge-segments: text like that which the model was trained on")
+    text_arguments(parser, "for --merge-segments: text like that which the model was trained on")
     parser.add_argument("--merge-softmax", action="store_true", help="with --merge-segments: those of a softmax too")
     parser.add_argument("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
 
@@ -42,12 +41,12 @@ def run(args: argparse.Namespace) -> None:
 
 def merged(opened, args: argparse.Namespace):
     """Merge the segments of each layer into one, and print what that did to the loss."""
-    from tokenformer.cli.grow import text_ids
+    from tokenformer.cli.grow import name_texts, text_ids
     from tokenformer.growth.merge import merge_segments
 
-    ids = text_ids(args.text, opened, 1 << 14)
+    ids = text_ids(args.text, opened, 1 << 14, args.field)
     model = merge_segments(opened.model, ids, force=args.merge_softmax)
     event = model.history[-1]
     before, after = event["loss_before"], event["loss_after"]
-    print(f"segments merged: loss on {args.text.name} {before:.4f} → {after:.4f} ({after - before:+.4f})")
+    print(f"segments merged: loss on {name_texts(args.text)} {before:.4f} → {after:.4f} ({after - before:+.4f})")
     return model

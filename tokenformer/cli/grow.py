@@ -11,21 +11,26 @@ import dataclasses
 import html
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.main import source_arguments
+from tokenformer.cli.main import source_arguments, text_arguments
 from tokenformer.config import PROJECTIONS
 from tokenformer.errors import UserError
 from tokenformer.parsing import is_file
 
 if TYPE_CHECKING:
+    import re
+
     from torch import Tensor
 
     from tokenformer.config import ModelConfig
     from tokenformer.growth.plan import Plan
     from tokenformer.growth.verify import Certificate
     from tokenformer.hub.open import Opened
+
+MOST_TEXT = 1 << 28  # characters
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     verify = "run both models and print a certificate (default; without it one tensor at a time is in memory)"
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help=verify)
     add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
-    add("--text", type=Path, help="text to verify on, beside random tokens")
+    text_arguments(parser, "text to verify on, beside random tokens")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -99,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             ids = {"random tokens": torch.randint(trunk.vocab, (4, min(trunk.context, 128)), generator=random)}
         if args.text:
-            ids[args.text.name] = text_ids(args.text, opened, 1 << 13)
+            ids[name_texts(args.text)] = text_ids(args.text, opened, 1 << 13, args.field)
         bigger = apply_plan(opened.model, plan, share=True)
         found = {what: verify(opened.model, bigger, i, plan) for what, i in ids.items()}
         save_folder(bigger, args.out, opened.tokenizer_json, args.force, more=certify(found, plan, args.out.name))
@@ -135,30 +140,52 @@ def _sizes(config: "ModelConfig", wanted: "ModelConfig") -> dict[str, Any]:
     return {name: size for name, size in then.items() if size != now[name]}
 
 
-def text_ids(path: Path, opened: "Opened", tokens: int) -> "Tensor":
-    """Return about so many tokens of a text, in rows of the model's context (512 at most) from all over it."""
+def text_ids(paths: Sequence[str], opened: "Opened", tokens: int, field: str = "text") -> "Tensor":
+    """Return about so many tokens of texts, in rows of the model's context (512 at most) from all over each of them."""
     import torch
 
-    from tokenformer.eval.perplexity import is_prepared, open_documents
-    from tokenformer.parsing import read_text
+    length = min(opened.config.context, 512)
+    rows = max(1, tokens // length // len(paths))
+    return torch.cat([torch.tensor(_rows(path, opened, rows, length, field)).view(-1, length) for path in paths])
 
-    encoder, length = opened.tokenizer, min(opened.config.context, 512)
-    rows = max(1, tokens // length)
+
+def _rows(path: str, opened: "Opened", rows: int, length: int, field: str) -> list[int]:
+    from tokenformer.eval.perplexity import is_prepared, open_documents
+
+    encoder = opened.tokenizer
     if is_prepared(path):
         ids = itertools.chain.from_iterable(document.ids for document in open_documents(path, encoder))
         encoded = list(itertools.islice(ids, rows * length))
     else:
-        text = read_text(path, 1 << 40)
-        if len(text) > 16 * tokens:  # a row begins in each piece; 8 characters per token are enough for it
+        text = _read(path, field, encoder.cuts)
+        if len(text) > 16 * rows * length:  # a row begins in each piece; 8 characters per token are enough for it
             piece = len(text) // rows
             pieces = (encoder.encode(text[i : i + 8 * length])[:length] for i in range(0, piece * rows, piece))
             encoded = [i for ids in pieces if len(ids) == length for i in ids]
         else:  # short: from its beginning, row after row
             encoded = encoder.encode(text)
-    rows = min(rows, len(encoded) // length)
-    if not rows:
+    if len(encoded) < length:
         raise UserError(f"{path} is shorter than {length} tokens: give a longer text")
-    return torch.tensor(encoded[: rows * length]).view(rows, length)
+    return encoded[: min(rows, len(encoded) // length) * length]
+
+
+def _read(path: str, field: str, cuts: "re.Pattern | None") -> str:
+    """Read the text of a file or folder, as `eval --text` does; of a large one the first 268 million characters."""
+    from tokenformer.data.text.inputs import find_inputs
+    from tokenformer.data.text.reading import Reading, read_units
+
+    parts, size = [], 0
+    for source in find_inputs([path]):
+        for unit in read_units(source, Reading(field=field, can_skip=False), cuts):
+            parts.append(unit.text + "\n" * unit.last)
+            size += len(unit.text)
+            if size >= MOST_TEXT:
+                return "".join(parts)
+    return "".join(parts)
+
+
+def name_texts(paths: Sequence[str]) -> str:
+    return Path(paths[0]).name + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
 
 
 def certify(certificates: dict[str, "Certificate"], plan: "Plan", name: str) -> dict[str, str]:

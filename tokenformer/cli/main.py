@@ -42,10 +42,30 @@ def source_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what verbs share that write a folder from weights."""
     add = parser.add_argument
     add("source", help="a folder, a run, a weight file, or a hub name such as Haiyang-W/TokenFormer-150M")
-    add("config", nargs="*", default=[], help="config files, for official weights that have none beside them")
+    help = "config files, for official weights that have none beside them"
+    add("config", nargs="*", default=[], type=config_file, help=help)
     add("--out", required=True, type=Path, help="the folder to make")
     add("--tokenizer", help="a tokenizer.json, its folder, byte or gpt-neox-20b (default: the source's own)")
     add("--force", action="store_true", help="replace a folder of this name that tokenformer wrote")
+
+
+def first_config(word: str) -> str:
+    if "=" in word and not os.path.exists(word):
+        raise UserError(f"{cut(word)} is a setting: name a config first, such as lm/3m {cut(word)}")
+    return word
+
+
+def config_file(word: str) -> str:
+    if Path(word).suffix not in (".yml", ".yaml"):
+        raise UserError(f"{cut(word)} is one word too many: config files end in .yml, and of texts each has its --text")
+    return word
+
+
+def text_arguments(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add what verbs share that measure on a text."""
+    what = f"{help}: a file, also compressed, a folder or a prepared set; may be given several times"
+    parser.add_argument("--text", action="append", default=[], help=what)
+    parser.add_argument("--field", default="text", help="of JSON lines or Parquet in --text (default: text)")
 
 
 def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -57,6 +77,9 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if spaced := re.search(r"(\S+)(?: +=| *= +(?!\S*=)) *(\S+)", " ".join(words)):
         raise UserError(f"a setting is one word: write {cut(f'{spaced[1]}={spaced[2]}')}, without spaces")
     for word, after in itertools.pairwise([*words, "VALUE"]):
+        name, colon, value = word.partition(":")
+        if colon and "=" not in word and (key := as_key(name, exactly=True)):
+            raise UserError(f"{word} is no setting: write {key}={value}")
         if "=" not in word and not os.path.exists(word) and (key := as_key(word, exactly=True)):
             raise UserError(f"{word} is a key of the config, and needs a value: write {key}={cut(after)}")
     return [word for word in words if "=" not in word], [word for word in words if "=" in word]
@@ -93,6 +116,10 @@ class Verb(argparse.ArgumentParser):
     mixing = False
 
     def error(self, message: str) -> NoReturn:
+        for action in self._actions:  # of an option that is missing, say what it may be
+            if action.required and action.choices and action.option_strings and "are required:" in message:
+                name = action.option_strings[0]
+                message = re.sub(rf"{name}\b", f"{name} ({', '.join(action.choices)})", message)
         message = re.sub(r"argument (\S+): invalid int value: (.*)", r"\1 is \2, but must be a whole number", message)
         message = re.sub(r"argument (\S+): invalid float value: (.*)", r"\1 is \2, but must be a number", message)
         self.exit(2, f"tokenformer: {cut(message, LONGEST)} (see {self.prog} --help)\n")

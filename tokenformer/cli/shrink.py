@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tokenformer.cli.main import source_arguments
+from tokenformer.cli.main import source_arguments, text_arguments
 from tokenformer.config import PROJECTIONS
 from tokenformer.errors import UserError
 
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--across", choices=["layer", "model"], default="layer", help="as many in every layer, or where they do most")
     add("--tau", choices=["match", "hold", "sqrt_n"], help="default: match on the text, sqrt_n without one")
     add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
-    add("--text", type=Path, help="text to measure on, and to report the change in loss")
+    text_arguments(parser, "text to measure on, and to report the change in loss")
     add("--images", metavar="PATH", help="of an image model: 256 images of these are measured on")
     add("--tokens", type=int, default=1 << 15, help="how much of the text, in tokens (default 32768)")
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
 
     refuse_existing(args.out, args.force)
     refuse_overlap(args.out, args.source)
-    if args.text is None and args.images is None and args.by == "energy":
+    if not args.text and args.images is None and args.by == "energy":
         raise UserError("shrinking by energy measures on a text: give one with --text (or --images), or --by newest")
     if (args.explored is not None) != (args.by == "explored"):
         raise UserError("--by explored and --explored FOLDER belong together: give both, or none")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("what tokens of a pair do is not measured: give --by newest, and which trunk with --on")
     if args.images:
         opened.need("image")
-    ids = text_ids(args.text, opened, args.tokens) if args.text else None
+    ids = text_ids(args.text, opened, args.tokens, args.field) if args.text else None
     ids = sample_pixels(model, args.images, 256) if args.images else ids
     sizes = {f"{which}_tokens": getattr(args, f"{which}_tokens") for which in PROJECTIONS}
     how = {"ratio": args.ratio, "by": args.by, "across": args.across, "tau": args.tau}
@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
 def save(args: argparse.Namespace, opened: Any, smaller: Any, measured: int = 0) -> None:
     """Write the smaller model, and say what became of it; `measured`: tokens of the text."""
     from tokenformer import hub
+    from tokenformer.cli.grow import name_texts
 
     hub.save(smaller, args.out, tokenizer_json=opened.tokenizer_json, force=args.force)
     event = smaller.history[-1]
@@ -83,7 +84,7 @@ def save(args: argparse.Namespace, opened: Any, smaller: Any, measured: int = 0)
         print(f"{name}: {before} → {event['after'][name]}")
     if measured:
         change = f"{event['loss_before']:.4f} → {event['loss_after']:.4f}"
-        print(f"loss on {measured:,} tokens of {args.text.name}: {change}")
+        print(f"loss on {measured:,} tokens of {name_texts(args.text)}: {change}")
     print(f"{args.out}: {opened.model.cost().parameters:,} → {smaller.cost().parameters:,} parameters")
 
 

@@ -21,14 +21,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tokenformer.cli.main import split_settings
+from tokenformer.cli.main import first_config, split_settings
 
 if TYPE_CHECKING:
     from tokenformer.config import Config
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="config file, preset, run folder, or weights to begin with")
+    help = "config file, preset, run folder, or weights to begin with"
+    parser.add_argument("config", metavar="CONFIG", type=first_config, help=help)
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="a.b=c", help="keys laid over the config; more config files"
     )

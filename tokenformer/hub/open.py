@@ -74,7 +74,7 @@ def find_source(name: str | Path) -> Path | HubName:
         native.find(text)  # says which presets there are
     if match is None or text[0] in "./~" or text.count("/") > 1 or is_folder(first):
         beside = sorted(os.listdir(path.parent))[:1000] if is_folder(path.parent) else []
-        close = difflib.get_close_matches(path.name, beside, n=1)
+        close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.7)
         hint = f"did you mean {path.with_name(close[0])}?" if close else "check it, or give owner/model of the hub"
         raise UserError(f"there is nothing at {text[:200]}: {hint}")
     return HubName(match[1], match[2])
@@ -120,6 +120,8 @@ def locate(source: str | Path, values: bool = True) -> Located:
 
     weights = official.find(path)
     if weights is None:
+        if is_file(path / "config.yml") and is_file(path / ".lock"):
+            raise UserError(f"the run {source} has no checkpoint yet: wait for its first one (checkpoint.every)")
         known = "expected a folder of ours, of Hugging Face or official"
         raise UserError(f"{source} holds no weights that we know: {known}")
     folder = weights if is_folder(weights) else weights.parent
@@ -317,7 +319,10 @@ def split_words(words: Sequence[str]) -> tuple[str, list[str], official_config.G
     weights = [word for word in words if word not in configs]
     official = official_config.read_generation(*configs)
     if len(weights) > 1:
-        raise UserError(f"{weights[1]} is one model too many: give one, and config files that end in .yml")
+        raise UserError(
+            f"{weights[1]} is one model too many: give one, and config files that end in .yml; a text goes "
+            "behind --prompt or --text"
+        )
     source = weights[0] if weights else official.weights
     if source is None:
         raise UserError(f"{' + '.join(configs)} names no weights: set eval_ckpt or load, or give a model first")

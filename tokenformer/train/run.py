@@ -125,9 +125,9 @@ def resume_command(folder: Path, alone: bool) -> str:
     return f"{launcher}tokenformer train {folder} --resume"
 
 
-def less_memory(config: Config) -> str:
-    """Return which settings to give if the memory does not suffice."""
+def less_memory(config: Config, to: int | None = None) -> str:
+    """Return which settings to give if the memory does not suffice, such as the micro-batch `to`."""
     micro = config.micro_batch or 1
     if micro == 1:
         return "train.activation_checkpointing=full, a larger parallel.shard or a smaller model (micro_batch= is 1)"
-    return f"micro_batch={micro // 2} (it is {micro}; the batch of {config.batch} stays as it is)"
+    return f"micro_batch={to or micro // 2} (it is {micro}; the batch of {config.batch} stays as it is)"

@@ -44,6 +44,7 @@ from tokenformer.train.classify import ClassifyTask
 from tokenformer.train.compile import allow_compilations, choose_compiler, wrap
 from tokenformer.train.draw import DrawTask
 from tokenformer.train.health import Guard, Spikes
+from tokenformer.train.host import check_host_memory
 from tokenformer.train.language import LanguageTask
 from tokenformer.train.optim import Optimizer
 from tokenformer.train.pair import PairTask
@@ -190,6 +191,9 @@ class Trainer:
         freezing.check(self.config, self.stages)
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
+        known = self.build_model is build_model and not self.base and self.config.model.of != "pair"
+        if self.device.type == "cpu" and self.place.alone and known:
+            check_host_memory(dataclasses.replace(self.config, model=self.chain[-1]))
         loggers.check(self.config)
 
     def open_task(self) -> None:
@@ -272,7 +276,7 @@ class Trainer:
         c = self.config
         if self.found.path is not None and self.step >= c.steps:
             return [f"all {c.steps} steps are done: give more, such as steps={2 * max(1, self.step)}, to train on"]
-        if self.steps_before in (None, c.steps):
+        if self.steps_before in (None, c.steps) or any(line.startswith("optimizer.rate:") for line in self.changes):
             return []
         last = max(self.step, min(c.steps, self.steps_before or 0) - 1)
         rates = [(self.rate(step), self.rate(step, self.steps_before)) for step in (self.step, last)]

@@ -4,9 +4,11 @@ Unusual: opening a set proves that every read stays inside the file (items must 
 of this format leaves them). Beside a set of ours stands a description with checksums; official files have none.
 """
 
+import difflib
 import hashlib
 import json
 import mmap
+import os
 import struct
 import warnings
 from collections.abc import Callable
@@ -37,7 +39,13 @@ def find_prefix(path: str | Path) -> Path:
     for prefix in (text, text + SUFFIX):
         if is_file(prefix + ".idx") or is_file(prefix + ".bin"):
             return Path(prefix)
-    raise UserError(f"there is no prepared set '{path}' ({text}.idx is missing): make one with `tokenformer prepare`")
+    folder = os.path.dirname(text) or "."
+    names = sorted(os.listdir(folder))[:1000] if os.path.isdir(folder) else []
+    sets = [name.removesuffix(".idx").removesuffix(SUFFIX) for name in names if name.endswith(".idx")]
+    close = difflib.get_close_matches(os.path.basename(text), sets, n=1, cutoff=0.7)
+    hint = f"did you mean {os.path.join(os.path.dirname(text), close[0])}?" if close else ""
+    hint = hint or "make one with `tokenformer prepare`"
+    raise UserError(f"there is no prepared set '{path}' ({text}.idx is missing): {hint}")
 
 
 def set_files(prefix: str | Path) -> dict[str, Path]:

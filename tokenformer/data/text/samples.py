@@ -178,11 +178,14 @@ def training_text(c: Config, **cut: Any) -> tuple[Tokenizer, Loader, Loader]:
     tokenizer = text_tokenizer(c.data, sets)
     load = partial(text_loader, c.data, sets=sets, context=c.model.context, seed=c.seed, **cut)
     loader = load(batch=c.batch, samples=c.steps * c.batch)
-    if tokenizer.vocab_size > c.model.vocab:
-        raise UserError(
-            f"the data has a vocabulary of {tokenizer.vocab_size} ids but model.vocab is {c.model.vocab}: "
-            f"set model.vocab={padded_vocab(tokenizer.vocab_size)}, or prepare it with another tokenizer"
-        )
+    held, fits = c.model.vocab, padded_vocab(tokenizer.vocab_size)
+    said = f"the data has a vocabulary of {tokenizer.vocab_size} ids but"
+    if tokenizer.vocab_size > held and c.start:
+        raise UserError(f"{said} {c.start} knows {held}: prepare it with the tokenizer of these weights")
+    if tokenizer.vocab_size > held:
+        raise UserError(f"{said} model.vocab is {held}: set model.vocab={fits}, or prepare it with another tokenizer")
+    if 2 * fits <= held and not c.start:
+        warnings.warn(f"{said} model.vocab is {held}: model.vocab={fits} would do", stacklevel=2)
     v, epochs = c.validation, None if len(sets) > 1 else 1  # each held-out sample counts once
     times = c.steps // v.every + 1 if v.every else 1
     wanted = v.samples if v.batches is None else v.batches * c.batch
