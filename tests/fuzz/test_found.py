@@ -298,3 +298,13 @@ def test_an_id_that_is_no_token_cannot_end_documents():
     marks = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [10**6], "tokens": ["<|endoftext|>"]}}
     template = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": marks}
     assert FileTokenizer(json.dumps(plain | {"post_processor": template}), "this one").end_of_document == 0
+
+
+@pytest.mark.parametrize(("name", "file"), [("folder", "config.yml"), ("hf", "config.json")])
+def test_info_of_a_changed_config_beside_weights_is_refused(tmp_path, capsys, name, file):
+    shutil.copytree(DATA / "before" / name, tmp_path / name)
+    assert main(["info", str(tmp_path / name)]) == 0
+    config = tmp_path / name / file
+    config.write_text(config.read_text().replace("384", "512"))
+    assert main(["info", str(tmp_path / name)]) == 2
+    assert f"{file} is not the file that its manifest describes" in capsys.readouterr().err

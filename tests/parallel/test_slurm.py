@@ -141,3 +141,10 @@ def test_an_official_file_with_launcher_slurm_becomes_that_job(tmp_path, capsys,
 def test_a_job_without_a_size_is_one_sentence(tmp_path, capsys):
     assert main(["slurm", "lm/150m", "data.path=d", "batch=64", "--out", str(tmp_path / "run")]) == 2
     assert "--nodes N --gpus-per-node G --out RUN" in capsys.readouterr().err
+
+
+def test_a_script_that_cannot_be_read_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "run.sbatch").symlink_to("/proc/self/mem")  # every read of it fails, like one on a bad disk
+    assert main(["slurm", "lm/150m", "data.path=d", "batch=64", *WHERE, "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "run.sbatch cannot be read" in said and said.count("\n") == 1

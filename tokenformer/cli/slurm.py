@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.hub.open import means_weights, read_config
     from tokenformer.parallel.mesh import check, degrees
     from tokenformer.parallel.slurm import Job, renewed, script
-    from tokenformer.parsing import is_folder
+    from tokenformer.parsing import is_folder, read_text
     from tokenformer.train.run import with_batch_sizes
 
     source = Path(args.config)
@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("data.path is missing: name a set made by `tokenformer prepare`")
     path = Path(f"{out}.sbatch")
     check_writable(path)
-    if path.exists() and not args.force and path.read_bytes() != text.encode():
-        kept = renewed(path.read_text(encoding="utf-8", errors="replace"), text)
+    if path.exists() and not args.force and (old := read_text(path)) != text:
+        kept = renewed(old, text)
         if kept is None:
             raise UserError(
                 f"{path} is there already and differs inside of what this command writes: move your lines between the "

@@ -104,6 +104,8 @@ def locate(source: str | Path, values: bool = True) -> Located:
     if is_file(path / "adapter.yml"):
         raise UserError(f"{source} is an adapter, not a model: give its base, and --adapter {source}")
     if is_file(path / "config.yml") and any(path.glob("model*.safetensors")):
+        if not values:  # otherwise the reader of the weights checks all of it
+            check_manifest(path, values)
         return Located("ours", path)
     newest = newest_whole(path, values)
     path = newest or path
@@ -115,6 +117,8 @@ def locate(source: str | Path, values: bool = True) -> Located:
         return Located("checkpoint", path / "model")
     about = path / "config.json"
     if is_file(about) and read_json(about).get("model_type") in MODEL_TYPES:
+        if not values and is_file(path / MANIFEST):
+            check_manifest(path, values, edited=True)
         return Located("hf", path)
     from tokenformer.hub import official  # the only kind whose search needs torch
 
