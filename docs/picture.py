@@ -92,8 +92,8 @@ def losses() -> list[str]:
         f'<path class="line" stroke-dasharray="4 3" d="M{at},{top}V{bottom}"/>',
         text(at - 8, 76, "grown here", "soft", "end"),
         text(at + 14, 84, "official rule: 1.18 → 2.67", "t-random"),
-        text(at + 14, 104, "a segment: 1.18 → 1.18, then a small rise:", "t-exact"),
-        text(at + 14, 122, "the rate warms up anew", "t-exact"),
+        text(at + 14, 104, "a segment: 1.18 → 1.18, then up:", "t-exact"),
+        text(at + 14, 122, "new tokens get the full rate", "t-exact"),
         text((left + right) / 2, 292, "compute", "soft", "middle"),
         text(
             480,

@@ -118,7 +118,10 @@ def show(config: ModelConfig) -> None:
     rows += [["matmul, in blocks", "", f"{total.matmul_parameters:,}"]]
     table(["projection", "per layer", "parameters"], [*rows, ["all", "", f"{total.parameters:,}"]])
     gb = total.parameters / 1e9
-    print(f"weights {2 * gb:.2f} GB in bf16, {4 * gb:.2f} GB in fp32; training state (fp32, AdamW) {16 * gb:.2f} GB")
+    print(
+        f"weights {2 * gb:.2f} GB in bf16, {4 * gb:.2f} GB in fp32; training state (fp32) {16 * gb:.2f} GB "
+        "with AdamW, less with Muon"
+    )
     if total.cache_values:
         print(f"key/value cache {total.cache_bytes():,} bytes per token in bf16")
 
