@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -31,8 +32,7 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("config", metavar="MODEL", help="run, or folder of weights (then also data.path=SET)")
     for verb in (train, measure):
         verb.add_argument("settings", nargs="*", default=[], metavar="a.b=c", help="keys laid over the config")
-        about = "one of several processes; elsewhere than on TPUs: address of the first, number of this one, of all"
-        verb.add_argument("--distributed", nargs="?", const="", metavar="HOST:PORT,0,4", help=about)
+        verb.add_argument("--distributed", nargs="?", const="", metavar="HOST:PORT,NUMBER,COUNT", help="one of several")
     generate = verbs.add_parser("generate", help="continue a text")
     generate.add_argument("model", metavar="MODEL", help="our folder, or a run")
     generate.add_argument("--prompt", default="", help="text to continue")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tokenformer.data.text.tokenizer import FileTokenizer
     from tokenformer.hub.open import read_config
-    from tokenformer_jax import generator, load
+    from tokenformer_jax import How, generator, load
     from tokenformer_jax.train import Trainer
 
     if args.verb == "generate":
@@ -60,12 +60,16 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{args.model} has no tokenizer beside it: write one there by `tokenformer convert`")
         tokenizer = FileTokenizer(model.tokenizer_json, f"of {args.model}")
         ids = np.array([tokenizer.encode(args.prompt) or [tokenizer.end_of_document]])
-        made = generator(model.config)(model.params, ids, args.tokens, args.temperature, args.seed)
+        how = How(None if jax.default_backend() == "cpu" else jax.numpy.bfloat16)
+        made = generator(model.config, how)(model.params, ids, args.tokens, args.temperature, args.seed)
         print(tokenizer.decode(made[0].tolist()))
         return 0
     if args.distributed is not None:
-        where, number, count = (args.distributed or ",,").split(",")
-        jax.distributed.initialize(where or None, int(count) if count else None, int(number) if number else None)
+        found = re.fullmatch(r"(.+:\d+),(\d+),(\d+)", args.distributed)
+        if args.distributed and not found:
+            raise UserError(f"--distributed is {args.distributed}: give HOST:PORT,NUMBER,COUNT; nothing on a TPU slice")
+        address, number, count = (found[1], int(found[2]), int(found[3])) if found else (None, None, None)
+        jax.distributed.initialize(address, count, number)
     source, (more, settings) = Path(args.config), split_settings(args.settings)
     if args.verb == "train":
         itself = args.resume and is_file(source / "config.yml") and args.out in (None, args.config)

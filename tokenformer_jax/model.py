@@ -225,13 +225,9 @@ def head(params: Params, dtype: Any, mesh: Mesh | None) -> Array:
 
 @jax.default_matmul_precision(EXACT)
 def loss(
-    params: Params,
-    config: ModelConfig,
-    ids_BT: Array,
-    labels_BT: Array,
-    documents_BT: Array | None = None,
-    how: How = How(),
-) -> tuple[Array, Array]:
+    params: Params, config: ModelConfig, ids_BT: Array, labels_BT: Array,
+    documents_BT: Array | None = None, how: How = How(),
+) -> tuple[Array, Array]:  # fmt: skip
     """Return Σ −log p(label) in fp32 or better, and the number of labels that count (not -100).
 
     The logits of all positions are never held at once: positions are cut into equal chunks.

@@ -24,9 +24,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)  # Newton–Schulz: drives singular values o
 State = dict[str, dict[str, Array]]
 
 
-def train_step(
-    config: Config, model: ModelConfig, how: How, frozen: set[str], shares: Mapping[str, float]
-) -> Callable[[Params, State, dict[str, Array], Array], tuple[dict[str, Array], State, Array]]:
+def train_step(config: Config, model: ModelConfig, how: How, frozen: set[str], shares: Mapping[str, float]) -> Callable:
     """Return the step: (params, state, batch, rate) → (params, state, [mean loss, gradient norm, was skipped]).
 
     The fields of a batch are (micro-batches, rows, T). The gradient is that of the mean loss over all labels of all
@@ -82,9 +80,7 @@ def fresh(name: str, shape: tuple[int, ...], config: OptimizerConfig) -> dict[st
     return {"exp_avg": zeros, "exp_avg_sq": zeros, "step": np.zeros((), np.float32)}
 
 
-def update(
-    gradients: Params, state: State, config: OptimizerConfig, mesh: Mesh | None
-) -> tuple[dict[str, Array], State]:
+def update(gradients: Params, state: State, config: OptimizerConfig, mesh: Mesh | None) -> tuple[dict, State]:
     """Return the direction in which each parameter moves, before the rate and the decay, and the new state."""
     moves, kept = {}, {}
     adam = optax.scale_by_adam(config.betas[0], config.betas[1], config.eps)
