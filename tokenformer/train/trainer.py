@@ -57,13 +57,8 @@ from tokenformer.train.start import first_values
 from tokenformer.train.task import Task
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
-TASKS: dict[str, type[Task]] = {
-    "language": LanguageTask,
-    "classify": ClassifyTask,
-    "pair": PairTask,
-    "caption": CaptionTask,
-    "draw": DrawTask,
-}
+TASKS: dict[str, type[Task]] = {"language": LanguageTask, "classify": ClassifyTask, "pair": PairTask}
+TASKS |= {"caption": CaptionTask, "draw": DrawTask}
 SHARES = ("top1", "top5", "image_to_text_r1", "text_to_image_r1")  # what a validation prints, where a task measures it
 
 
@@ -191,7 +186,7 @@ class Trainer:
         freezing.check(self.config, self.stages)
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
-        known = self.build_model is build_model and not self.base and self.config.model.of != "pair"
+        known = self.build_model is build_model and not self.base and not self.config.model.trunks
         if self.device.type == "cpu" and self.place.alone and known:
             check_host_memory(dataclasses.replace(self.config, model=self.chain[-1]))
         loggers.check(self.config)
