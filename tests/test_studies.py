@@ -57,3 +57,11 @@ def test_the_benchmark_of_image_models():
     assert [line["model"] for line in found][:2] == ["timm:compiled:4", "vision/b16:kernels:4"] and len(found) == 4
     assert found[0]["per_flop"] == 1 and found[0]["parameters"] == found[2]["parameters"]
     assert found[0]["flops_per_image"] == found[2]["flops_per_image"] and all(line["value"] > 0 for line in found)
+
+
+def test_the_study_of_reading_and_drawing():
+    """Both phases, twice: finished arms are not run again; names, bits and copies are in the tables."""
+    lines = check("experiments/draw/run.py")
+    assert lines[-1] == "all is well: 10 arms"
+    assert any(line.startswith("| Σ log p(name) | ") for line in lines)
+    assert any("exact copies of training icons" in line for line in lines)

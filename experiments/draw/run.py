@@ -86,7 +86,7 @@ class Study:
 
 def score(entry: dict) -> float:
     """Return what a rate is chosen by."""
-    return entry["ratio"]["first"] + entry["likelihood"]["first"] if entry["what"] == "captions" else -entry["bits"]
+    return entry["marginal"]["first"] if entry["what"] == "captions" else -entry["bits"]
 
 
 def check() -> None:
