@@ -74,3 +74,11 @@ def test_the_benchmark_of_token_parallel_kernels():
     found = [json.loads(line) for line in check("benchmarks/token_kernels.py")]
     assert [line["model"] for line in found] == ["lm/3m:qkv:5:2", "lm/3m:ffn:5:4"]
     assert all(line["furthest_from_reference"] < 1e-6 for line in found)
+
+
+def test_the_study_of_reading_and_drawing():
+    """Both phases, twice: finished arms are not run again; names, bits and copies are in the tables."""
+    lines = check("experiments/draw/run.py")
+    assert lines[-1] == "all is well: 10 arms"
+    assert any(line.startswith("| Σ log p(name) | ") for line in lines)
+    assert any("exact copies of training icons" in line for line in lines)

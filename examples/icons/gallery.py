@@ -4,7 +4,8 @@ python examples/icons/gallery.py --out gallery.html
 python examples/icons/gallery.py --out gallery.html --runs runs/gallery caption/icons:steps=2000   (settings of a model)
 
 The page needs nothing but itself: pictures and features are inside. Runs that are finished are not trained again, and
-interrupted ones go on. Nothing is chosen: all held-out icons are named, and the drawings are the first of each.
+interrupted ones go on.
+Nothing is chosen: all held-out icons are named, and the drawings are the first of each.
 """
 
 import argparse

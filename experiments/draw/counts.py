@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-STRENGTHS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+STRENGTHS = (0.02, 0.1, 0.5, 2.0, 10.0, 20.0, 50.0, 100.0, 200.0, 400.0, 1000.0)
 
 
 def contexts(pictures: np.ndarray, colours: int) -> tuple[np.ndarray, np.ndarray]:

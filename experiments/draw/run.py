@@ -25,7 +25,7 @@ from learning import Arm, Size, train
 from tokenformer.config import ModelConfig
 
 SEEDS = (0, 1, 2)
-RATES = {"captions": (1e-3, 2e-3, 4e-3), "drawings": (2e-3, 4e-3, 8e-3)}
+RATES = {"captions": (1e-3, 2e-3, 4e-3), "drawings": (3e-3, 6e-3, 1.2e-2)}
 ICONS = {"size": 32, "captions": 32, "context": 32}
 COLOURS = 16
 
@@ -86,7 +86,7 @@ class Study:
 
 def score(entry: dict) -> float:
     """Return what a rate is chosen by."""
-    return entry["ratio"]["first"] + entry["likelihood"]["first"] if entry["what"] == "captions" else -entry["bits"]
+    return entry["marginal"]["first"] if entry["what"] == "captions" else -entry["bits"]
 
 
 def check() -> None:
@@ -128,9 +128,9 @@ def main() -> None:
         parser.error("say with --data where the icons are")
     args.out.mkdir(parents=True, exist_ok=True)
     data = icons.read(args.data, **ICONS)
-    steps, batch = {"captions": 1000, "drawings": 600}, {"captions": 128, "drawings": 32}
+    steps, batch = {"captions": 1000, "drawings": 250}, {"captions": 128, "drawings": 32}
     study = Study(
-        Size(**models(64, (2, 3), data.vocab, 16, COLOURS), steps=steps, batch=batch), data, args.out, args.seconds
+        Size(**models(64, (2, 2), data.vocab, 16, COLOURS), steps=steps, batch=batch), data, args.out, args.seconds
     )
     for what in args.phase:
         study.phase(what, args.rate, args.seeds)

@@ -309,7 +309,10 @@ class _Batch:
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _pick(self, logits_BW: Tensor) -> None:
-        config, raw_BW = self.engine.packed.config, logits_BW
+        config = self.engine.packed.config
+        if config.added_switch and config.added_switch not in (self.switches or {}):
+            logits_BW = logits_BW[:, : config.vocab]  # the kernels compute those of all ids
+        raw_BW = logits_BW
         if config.added_switch in (self.switches or {}):  # who does not have the switch does not have its ids
             off_B1 = self.switches[config.added_switch][:, None] == 0  # pyrefly: ignore
             added = torch.arange(logits_BW.shape[-1], device=off_B1.device) >= config.vocab
