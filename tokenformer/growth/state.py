@@ -81,7 +81,8 @@ def carry_optimizer(
         others = [i for i, p in enumerate(group["params"]) if id(p) not in names]  # of another model
         for key in {"params", "param_names"} & group.keys():
             group[key] = [group[key][i] for i in others]
-    for name, recipe in recipes.items():
+    for name in (name for name in new if name in recipes):  # in the order of a new optimizer of the grown model
+        recipe = recipes[name]
         group = groups.get(recipe.source)
         if group is None and recipe.old is not None:
             continue  # the optimizer did not train it
