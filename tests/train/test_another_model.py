@@ -213,7 +213,7 @@ def test_what_is_for_language_models_alone_is_refused_in_a_sentence(file, tmp_pa
     with pytest.raises(UserError, match=r"growth.at names tokens, but this task counts pairs"):
         train(file, tmp_path / "run", GROWS.replace("pairs", "tokens"))
     with pytest.raises(
-        UserError, match="task is 'match', but must be language, classify, pair; or give `Trainer` a `task`"
+        UserError, match="task is 'match', but must be language, classify, pair, caption, draw; or give `Trainer`"
     ):
         Trainer(load(file), tmp_path / "run")
     assert not (tmp_path / "run").exists()
