@@ -205,3 +205,14 @@ def test_the_pairs_that_are_held_back_depend_on_the_data_and_not_on_where_they_l
     (tmp_path / "a").rename(tmp_path / "b")
     assert held("b/../b/data") == expected
     assert held("b/data", cache=str(tmp_path / "cache")) == expected
+
+
+def test_a_file_of_no_part_is_named_and_dev_is_validation(tmp_path):
+    (tmp_path / "images").symlink_to(ICONS / "train")
+    rows = "image,caption\nimages/animals/fox.png,fox\n"
+    for name in ("train.csv", "dev.csv", "more.csv"):
+        (tmp_path / name).write_text(rows.replace("fox", "bison") if name == "dev.csv" else rows)
+    with pytest.warns(UserWarning, match=r"more.csv is of no part, so it is not read: name it after one"):
+        assert len(open_pairs(DataConfig(path=str(tmp_path)), "train")) == 1
+    (tmp_path / "more.csv").unlink()
+    assert pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "validation")).captions(0) == ["bison"]

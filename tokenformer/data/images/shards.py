@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import tarfile
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,11 @@ from tokenformer.errors import UserError
 from tokenformer.parsing import is_file, is_folder, parse_json, shown
 from tokenformer.terminal import progress
 
-PARTS = {"train": ("train", "training"), "validation": ("val", "valid", "validation", "test"), "test": ("test", "val")}
+PARTS = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation", "dev", "test"),
+    "test": ("test", "val"),
+}
 MOST_SHARDS = 100_000
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 Index = dict[str, np.ndarray]
@@ -75,6 +80,10 @@ def shard_files(pattern: str, part: str | None, ending: str) -> list[str]:
 
     named = {name: [str(p) for p in every if belongs(p, words)] for name, words in PARTS.items()}
     if part is not None and (any(named.values()) or part != "train"):
+        left = [p for p in every if str(p) not in {name for names in named.values() for name in names}]
+        if left and any(named.values()):
+            do = "name it after one (train…, val…, dev…, test…)"
+            warnings.warn(f"{left[0]} is of no part, so it is not read: {do}", stacklevel=2)
         return named[part]
     return [str(p) for p in every]
 
