@@ -16,6 +16,7 @@ from PIL import Image
 
 from tests.data.images import pictures as p
 from tokenformer.config_data import DataConfig, ImagesConfig
+from tokenformer.data.images.folders import _labels
 from tokenformer.data.images.opening import open_images, open_parts
 from tokenformer.errors import UserError
 
@@ -280,3 +281,9 @@ def test_without_pillow_one_sentence_names_the_extra(tmp_path):
 def test_two_ways_to_validate_at_once_are_refused():
     with pytest.raises(UserError, match=r"data.images.hold_back is 3 and validation is 'other': give one of them"):
         ImagesConfig(hold_back=3, validation="other")
+
+
+def test_a_list_with_a_file_and_no_label_behind_it_is_refused(tmp_path):
+    (tmp_path / "labels.txt").write_text("a.png cat\nb.png,\n")
+    with pytest.raises(UserError, match=r"labels.txt has no label of b.png: add its line"):
+        _labels(tmp_path / "labels.txt", ["a.png", "b.png"])

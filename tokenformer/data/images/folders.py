@@ -112,7 +112,7 @@ def _labels(path: Path, names: Sequence[str]) -> list[str]:
             raise UserError(f"{path} has {len(rows):,} labels for {len(names):,} images: give the list of these images")
         words = [word for (word,) in rows]
         return _synsets(path, words) if all(word.isdecimal() for word in words) else words
-    known = {row[0]: row[1].split()[0] for row in rows if len(row) == 2}
+    known = {row[0]: row[1].split()[0] for row in rows if len(row) == 2 and row[1]}
     found = [known.get(name, known.get(name.rpartition(".")[0], "")) for name in names]
     if "" in found:
         raise UserError(f"{path} has no label of {names[found.index('')]}: add its line")
