@@ -3,6 +3,7 @@
 Legend: T rows of data, D dim, N parameter tokens of one segment.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -33,13 +34,13 @@ def segments(model: nn.Module, on: str = "") -> Iterator[tuple[Where, Segment]]:
             yield (layer, name, i), segment
 
 
-@torch.no_grad()
-def each_activation(model: Any, ids: Tensor, visit: Callable[[Where, Tensor, Tensor], None]) -> None:
-    """Run the model on ids (B, T) or pixels; call `visit(where, score_TN, activation_TN)` per segment and sample."""
+@contextlib.contextmanager
+def watching(model: Any, visit: Callable[[Where, Tensor, Tensor], None]) -> Iterator[None]:
+    """Inside of the with block, call `visit(where, score_TN, activation_TN)` per segment whenever the model runs."""
 
     def hook(layer: int, name: str, module: Pattention, _caller: nn.Module, inputs: tuple) -> None:
         for i, (score_TN, active_TN) in enumerate(module.activations(inputs[0].flatten(0, -2))):
-            visit((layer, name, i), score_TN.double(), active_TN.double())
+            visit((layer, name, i), score_TN, active_TN)
 
     hooks = []
     for layer, name, module in layers(model):
@@ -47,12 +48,19 @@ def each_activation(model: Any, ids: Tensor, visit: Callable[[Where, Tensor, Ten
         caller = module if name in ("proj", "ffn") else cast(Block, model.blocks[layer]).attention
         hooks.append(caller.register_forward_pre_hook(functools.partial(hook, layer, name, module)))
     try:
-        run = model.forward_features if model.config.of == "image" else model.hidden
-        for row in ids:
-            run(row[None])
+        yield
     finally:
         for handle in hooks:
             handle.remove()
+
+
+@torch.no_grad()
+def each_activation(model: Any, ids: Tensor, visit: Callable[[Where, Tensor, Tensor], None]) -> None:
+    """Run the model on ids (B, T) or pixels, one sample after the other, and `visit` each segment, in float64."""
+    run = model.forward_features if model.config.of == "image" else model.hidden
+    with watching(model, lambda where, score_TN, active_TN: visit(where, score_TN.double(), active_TN.double())):
+        for row in ids:
+            run(row[None])
 
 
 def mass(score_TN: Tensor, theta: str) -> Tensor:

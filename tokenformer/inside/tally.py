@@ -5,17 +5,15 @@ the text was cut into batches, not even where activations are equal. Tallies of 
 whole. Legend: T rows of data, N parameter tokens of one segment, K places that are kept.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenformer.errors import UserError
-from tokenformer.growth.measure import Where, layers, mass
-from tokenformer.models.trunk import Block
+from tokenformer.growth.measure import Where, mass, watching
 
 PLACES = 16  # that are kept of each token, strongest and most negative
 FIRES = 1.0  # the activation above which a token fires; under the L2 forms, one deviation of a row's scores
@@ -128,22 +126,13 @@ def explore(
     tally = tally or Tally()
     theta, places_T = model.config.theta, torch.empty(0)
 
-    def hook(layer: int, name: str, module: Any, _caller: Any, inputs: tuple) -> None:
-        for i, (score_TN, active_TN) in enumerate(module.activations(inputs[0].flatten(0, -2))):
-            tally.add((layer, name, i), score_TN, active_TN, theta, places_T)
+    def visit(where: Where, score_TN: Tensor, active_TN: Tensor) -> None:
+        tally.add(where, score_TN, active_TN, theta, places_T)
 
-    hooks = []
-    for layer, name, module in layers(model):
-        caller = module if name in ("proj", "ffn") else cast(Block, model.blocks[layer]).attention
-        hooks.append(caller.register_forward_pre_hook(functools.partial(hook, layer, name, module)))
-    try:
+    with watching(model, visit), torch.compiler.set_stance("force_eager"):
         for ids_BT in batches:
             places_T = torch.arange(tally.rows, tally.rows + ids_BT.numel(), device=ids_BT.device)
-            with torch.compiler.set_stance("force_eager"):
-                model.hidden(ids_BT)
+            model.hidden(ids_BT)
             tally.rows += ids_BT.numel()
             after(tally)
-    finally:
-        for handle in hooks:
-            handle.remove()
     return tally
