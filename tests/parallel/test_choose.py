@@ -17,6 +17,7 @@ from tokenformer.parallel.mesh import Degrees, degrees
 from tokenformer.parallel.times import collective
 
 SMALL, LARGE = "lm/1.5b optimizer.kind=adamw", "llama/13b"  # 25 and 208 GB of parameters, gradients and state
+MUON = "lm/1.5b optimizer.kind=muon"
 SLOW = "hardware.network=0.4"  # 25 Gbit/s for a node
 # question: preset and settings, GPUs, hardware; answer: bounds of the degrees, and other settings
 EXPERT = {
@@ -29,6 +30,9 @@ EXPERT = {
     "1.5B on 4,096: hybrid": (f"{SMALL} batch=8192", 4096, "h100", {"pipeline": 1, "token": 1, "shard": (2, 64)}),
     "four GPUs for each sequence: tokens are split": (
         f"{SMALL} batch=1024", 4096, "h100", {"pipeline": 1, "token": (4, 8)}),
+    "the same under Muon": (f"{MUON} batch=1024", 4096, "h100", {"pipeline": 1, "token": (4, 8)}),
+    "1.5B under Muon on 4,096: hybrid": (
+        f"{MUON} batch=8192", 4096, "h100", {"pipeline": 1, "token": 1, "shard": (2, 256)}),
     "13B on a node: ZeRO-3, no pipeline": (
         f"{LARGE} batch=1024", 8, "h100", {"pipeline": 1, "token": 1, "shard": 8, "reshard": True}),
     "13B on 64: hybrid or all": (f"{LARGE} batch=2048", 64, "h100", {"pipeline": 1, "token": 1, "shard": (8, 64)}),
@@ -68,6 +72,12 @@ def test_plan_answers_as_somebody_who_knows(name):
             assert wanted[0] <= found[key] <= wanted[1], (key, found)
         else:
             assert found[key] == wanted, (key, found)
+
+
+@pytest.mark.parametrize("batch, said", [(1024, True), (16384, False)])
+def test_gpus_that_mostly_wait_are_named(batch, said, capsys):
+    assert main(["plan", "lm/1.5b", f"batch={batch}", "--gpus", "4096"]) == 0
+    assert ("of its time: give a larger batch or fewer GPUs" in capsys.readouterr().out) == said
 
 
 @pytest.mark.parametrize("preset", [name for name in presets() if not name.startswith(("pair/", "caption/"))])

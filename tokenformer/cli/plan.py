@@ -87,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         for trade in trades(best, hardware):
             print(f"instead: {trade}")
         print("recommended:", *settings_of(best, config))
+        if (share := best.time["compute"] / best.seconds) < 0.5:
+            print(f"a GPU computes for {share:.0%} of its time: give a larger batch or fewer GPUs to use them better")
     if config.parallel.offload:
         print("parallel.offload: the time of copies between GPUs and host is not counted")
     if hours is not None:

@@ -37,6 +37,7 @@ KEPT = ("reshard_after_forward", "accumulate")  # where parameters and gradients
 SEARCHED = {name: f"parallel.{name}" for name in (*DEGREES, *KEPT)}
 SEARCHED |= {"micro_batch": "micro_batch", "activation_checkpointing": "train.activation_checkpointing"}  # their keys
 EQUAL = 1.02  # times that differ by less are no reason to choose
+PIPELINE = 1.15  # a pipeline must be so much faster: it is harder to run, and estimates are no better
 LARGEST = 4096  # micro-batch that is tried
 
 
@@ -93,9 +94,9 @@ def choose(
 ) -> tuple[list[Estimate], Estimate | None]:
     """Return the best estimate of each layout, the fastest first and those that do not fit last, and which to use.
 
-    That is, of those that fit and are about as fast as the fastest, the simplest. `fixed`: what is decided already
-    (SEARCHED). `spare`: the share of the memory that stays free. A layout that does not fit is shown with the least
-    memory that it can do with.
+    That is, of those that fit and are about as fast as the fastest, the simplest; a pipeline must be much faster.
+    `fixed`: what is decided already (SEARCHED). `spare`: the share of the memory that stays free. A layout that does
+    not fit is shown with the least memory that it can do with.
     """
     cut, room, found = Cut(config), hardware.memory * 1e9 * (1 - spare), []
     fixed = {name: value for name, value in (fixed or {}).items() if value not in (None, -1)}
@@ -108,7 +109,8 @@ def choose(
         named = "".join(f"has {SEARCHED[name]}={n} and " for name, n in fixed.items())
         raise UserError(f"no layout of {gpus} GPUs {named}divides the batch of {config.batch}: change one of them")
     found.sort(key=lambda e: (e.total > room, e.seconds, e.degrees.token, e.total))
-    near = [e for e in found if e.total <= room and e.seconds <= EQUAL * found[0].seconds]
+    worth = {id(e): e.seconds * (PIPELINE if e.degrees.pipeline > 1 else 1) for e in found if e.total <= room}
+    near = [e for e in found if id(e) in worth and worth[id(e)] <= EQUAL * min(worth.values())]
     near.sort(key=lambda e: _simplicity(e.degrees, hardware.per_node))
     return found, near[0] if near else None
 

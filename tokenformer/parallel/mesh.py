@@ -252,19 +252,16 @@ class Place:
         return result
 
     def run_on_each(self, do: Callable[[], T]) -> list[T]:
-        """Run `do` on every rank; return all results on the first rank. What one refuses is raised on all of them."""
+        """Run `do` on every rank and return all results. What one refuses is raised on all of them."""
         if self.alone:
             return [do()]
         every: list = [None] * self.world
-        dist.gather_object(_caught(do), every if self.first else None, dst=0, group=self.groups["files"])
-
-        def look() -> None:
-            for _, failure in every:
-                if failure is not None:
-                    raise UserError(failure) if isinstance(failure, str) else OSError(*failure)
-
-        self.run_on_first(look)
-        return [result for result, _ in every] if self.first else []
+        dist.all_gather_object(every, _caught(do), group=self.groups["files"])  # a ring: each rank talks to two others
+        for _, failure in every:
+            if failure is not None:
+                self.barrier("files")  # nobody leaves before all have received it
+                raise UserError(failure) if isinstance(failure, str) else OSError(*failure)
+        return [result for result, _ in every]
 
     def leave(self) -> None:
         """Close the process group that `start` opened, after the last collective."""
