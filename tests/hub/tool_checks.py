@@ -259,6 +259,7 @@ def trainer() -> dict[str, float]:
         for name, wanted, more in (
             ("label smoothing", smooth, {"label_smoothing_factor": 0.1}),
             ("label_names", plain, {"label_names": ["labels"]}),
+            ("two label_names", plain, {"label_names": ["labels", "input_ids"]}),
         ):
             arguments = TrainingArguments(
                 folder, max_steps=1, per_device_train_batch_size=2, per_device_eval_batch_size=2, learning_rate=0.0,
@@ -266,6 +267,10 @@ def trainer() -> dict[str, float]:
             )  # fmt: skip
             coach = Trainer(copy.deepcopy(net), arguments, train_dataset=rows, eval_dataset=rows)
             found[f"{name}, evaluated"] = abs(coach.evaluate()["eval_loss"] - wanted.item()) / wanted.item()
+            given = arguments.label_names or ["labels"]
+            handed = coach.predict(rows).label_ids
+            equal = all((torch.as_tensor(one) == IDS).all() for one in (handed if len(given) > 1 else [handed]))
+            found[f"{name}, predicted"] = 0.0 if equal else float("inf")
             found[f"{name}, trained"] = abs(coach.train().training_loss - wanted.item()) / wanted.item()
     return found
 
