@@ -34,7 +34,7 @@ def test_every_tool_gives_what_a_plain_control_gives(path, bound):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert len(found["far"]) == 41 and found["said"] == 1  # that projections are called one by one, once
+    assert len(found["far"]) == 46 and found["said"] == 1  # that projections are called one by one, once
     assert {name: error for name, error in found["far"].items() if not error < bound} == {}
 
 
