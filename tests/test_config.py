@@ -62,7 +62,7 @@ def test_whole_floats_are_whole_numbers_and_a_base_is_laid_under(tmp_path):
         (
             SMALL,
             ["train.compile=null"],
-            "train.compile is None, but must be one of auto, none, inductor, aot_eager",
+            "train.compile is empty, but must be one of auto, none, inductor, aot_eager",
         ),
         (SMALL, ["optimizer.eps=-1"], "optimizer.eps is -1.0: give 0 or more"),
         (SMALL, ["optimizer.eps=.nan"], "optimizer.eps is nan: give 0 or more"),

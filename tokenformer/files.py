@@ -76,9 +76,14 @@ def _publish(path: str | Path, mode: int) -> None:
     os.chmod(path, mode & ~umask)
 
 
-def check_writable(path: str | Path, force: bool = True) -> None:
-    """Refuse a file that `atomic_file` could not write, or (without `force`) would replace. Nothing is left behind."""
+def check_writable(path: str | Path, force: bool = True, ending: str = "") -> None:
+    """Refuse a file that `atomic_file` could not write, or (without `force`) would replace. Nothing is left behind.
+
+    `ending`: what the name must end in, because that is what will be written.
+    """
     path = Path(path)
+    if path.suffix.lower() != (ending or path.suffix.lower()):
+        raise UserError(f"{path} would be a {ending} file: give a name that ends in {ending}")
     try:
         if path.is_file() and not force:
             raise UserError(f"{path} is there already: give another name, or --force to replace it")

@@ -161,7 +161,7 @@ def _convert(kind: Any, value: Any, at: str) -> Any:
             return value
         close = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
-        raise UserError(f"{at} is {shown(value)}, but must be one of {', '.join(map(str, args))}{hint}")
+        raise UserError(f"{at} is {_shown(value)}, but must be one of {', '.join(map(str, args))}{hint}")
     elif origin is list and isinstance(value, list):
         return [_convert(args[0], item, f"{at}[{i}]") for i, item in enumerate(value)]
     elif origin is dict and isinstance(value, dict):
@@ -174,7 +174,11 @@ def _convert(kind: Any, value: Any, at: str) -> Any:
         isinstance(kind, type) and isinstance(value, kind) and (kind is bool) == isinstance(value, bool)
     ):
         return value
-    raise UserError(f"{at} is {shown(value)}, but must be {_words(kind)}")
+    raise UserError(f"{at} is {_shown(value)}, but must be {_words(kind)}")
+
+
+def _shown(value: Any) -> str:
+    return "empty" if value is None else shown(value)
 
 
 def _convert_key(kind: Any, name: Any, at: str) -> Any:

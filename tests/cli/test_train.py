@@ -57,6 +57,9 @@ def test_an_existing_run_and_another_architecture_are_refused(config_file, tmp_p
     capsys.readouterr()
     assert "is there already" in refused(capsys, str(config_file), "--out", run)
     assert "another model" in refused(capsys, str(config_file), "model.layers=1", "--resume", "--out", run)
+    assert "has 2 steps behind it, and steps is 1: give more" in refused(capsys, run, "--resume", "steps=1")
+    assert "steps: 2" in (tmp_path / "run" / "config.yml").read_text().splitlines()
+    assert "steps is empty, but must be a whole number" in refused(capsys, run, "--resume", "steps=")
 
 
 def test_a_resumed_run_says_what_is_left_and_what_other_steps_do_to_the_rate(config_file, tmp_path, capsys):  # noqa: F811

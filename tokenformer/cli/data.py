@@ -147,7 +147,7 @@ def _images(args: argparse.Namespace) -> int:
     if not 1 <= args.count <= 100:
         raise UserError(f"--count {args.count} is no number of images for a sheet: give 1 to 100")
     if not args.check:
-        files.check_writable(args.out, args.force)
+        files.check_writable(args.out, args.force, ".png")
     train, held = open_parts(data)
     parts = {"train": train, "validation": held}
     for part, images in parts.items():

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     if not all(text.strip() for text in args.texts):
         raise UserError("a text is empty: say what to draw")
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    check_writable(args.out, args.force)
+    check_writable(args.out, args.force, ".png")
     how = {"device": args.device, "dtype": args.dtype, "weights": args.weights}
     opened = open_model(args.source, tokenizer=args.tokenizer, **how)
     opened.need("language")

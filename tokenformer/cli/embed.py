@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.eval.pairs import metadata
     from tokenformer.files import atomic_file, check_writable
 
-    check_writable(args.out, args.force)
+    check_writable(args.out, args.force, ".safetensors")
     texts = read_texts(args)
     if bool(args.files) == bool(texts):
         raise UserError("a file holds the features of images or of texts: give images, or --text and --texts")

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if not texts:
         raise UserError('there is nothing to look for: give --text "a red fruit", or --texts with a file')
     if args.sheet:
-        check_writable(args.sheet, args.force)
+        check_writable(args.sheet, args.force, ".png")
     finder = Finder(args)
     features, names, damaged = finder.images(args.files)
     scores = finder.texts(texts) @ features.T

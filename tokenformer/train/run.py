@@ -10,6 +10,7 @@ from tokenformer import config as native
 from tokenformer.config import Config
 from tokenformer.errors import UserError
 from tokenformer.files import writing
+from tokenformer.hub.run_folder import all_steps
 
 FIXED = ("batch", "seed", "start", "adapter")  # another value makes another run; so do another model and optimizer
 ELSEWHERE = "give another --out"
@@ -82,6 +83,11 @@ def changes(folder: Path, was: Config, now: Config) -> list[str]:
     for name, (old, new) in pairs.items():
         if old != new:
             raise UserError(f"{folder} was begun with {name} {old}, not {new}: keep it, or give another --out")
+    reached = max(all_steps(folder), default=0)
+    if now.steps < min(reached, was.steps):
+        raise UserError(
+            f"{folder} has {reached} steps behind it, and steps is {now.steps}: give more, or another --out"
+        )
     return differences(native.to_dict(was), native.to_dict(now))
 
 

@@ -180,6 +180,8 @@ def test_errors_name_the_file_and_what_to_do(tmp_path):
         Indexed(prefix)
     with pytest.raises(UserError, match="there is no prepared set"):
         Indexed(tmp_path / "nothing")
+    with pytest.raises(UserError, match=f"did you mean {tmp_path}/s\\?"):  # a folder with sets in it
+        Indexed(tmp_path)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_where_it_is_read(tmp_path):

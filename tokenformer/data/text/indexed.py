@@ -39,11 +39,11 @@ def find_prefix(path: str | Path) -> Path:
     for prefix in (text, text + SUFFIX):
         if is_file(prefix + ".idx") or is_file(prefix + ".bin"):
             return Path(prefix)
-    folder = os.path.dirname(text) or "."
+    folder = text if os.path.isdir(text) else os.path.dirname(text) or "."
     names = sorted(os.listdir(folder))[:1000] if os.path.isdir(folder) else []
     sets = [name.removesuffix(".idx").removesuffix(SUFFIX) for name in names if name.endswith(".idx")]
-    close = difflib.get_close_matches(os.path.basename(text), sets, n=1, cutoff=0.7)
-    hint = f"did you mean {os.path.join(os.path.dirname(text), close[0])}?" if close else ""
+    close = sets if folder == text else difflib.get_close_matches(os.path.basename(text), sets, n=1, cutoff=0.7)
+    hint = f"did you mean {os.path.normpath(os.path.join(folder, close[0]))}?" if close else ""
     hint = hint or "make one with `tokenformer prepare`"
     raise UserError(f"there is no prepared set '{path}' ({text}.idx is missing): {hint}")
 
