@@ -3,13 +3,13 @@
 python experiments/adapters/report.py [--out experiments/adapters] [--figure forgetting.png]
 """
 
-import argparse
-import json
-import math
-import statistics
+import sys
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
 from methods import Arm
+from study import report, summary
 from training import OTHER
 
 STYLES = {"segment": "C0", "lora": "C1", "chosen": "C2", "ia3": "C3", "last": "C4", "full": "0.3"}
@@ -25,16 +25,6 @@ def moved(entry: dict, bases: dict[str, dict], part: str = "test") -> tuple[floa
     base, old = bases[entry["base"]]["bits"], entry["base"]
     new = OTHER[old]
     return base[new][part] - entry["bits"][new][part], entry["bits"][old][part] - base[old][part]
-
-
-def summary(values: list[float]) -> tuple[float, float]:
-    """Return mean and standard error.
-
-    >>> summary([1.0, 3.0])
-    (2.0, 1.0)
-    """
-    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return statistics.mean(values), deviation / math.sqrt(len(values))
 
 
 def confirmed(entries: list[dict]) -> dict[str, list[dict]]:
@@ -118,16 +108,5 @@ def draw(entries: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--figure", type=Path)
-    args = parser.parse_args()
-    entries = [json.loads(line) for line in (args.out / "arms.jsonl").read_text().splitlines()]
-    print(tables(entries))
-    if args.figure:
-        draw(entries, args.figure)
-
-
 if __name__ == "__main__":
-    main()
+    report(__file__, __doc__, tables, draw)

@@ -8,24 +8,23 @@ arms are skipped, and each is written to O/arms.jsonl as it ends: the study can 
 under way.
 """
 
-import argparse
 import dataclasses
-import json
+import functools
 import math
-import multiprocessing
+import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
 from methods import SHARES, Arm, Chosen, projections, tuned
+from study import Arms, arguments, best_of_grid, each, threefold
 from training import OTHER, Size, Workshop, base_files, read, toy
 
 from tokenformer.config import ModelConfig
@@ -46,85 +45,41 @@ VARIANTS += [Arm("segment", "1.3", keys="copies", place="ffn")]
 READY: dict[str, Workshop] = {}  # of a worker process
 
 
-class OutOfTime(Exception):
-    pass
-
-
 class Study:
-    """Runs arms that are not done yet in worker processes, and remembers what they gave."""
+    """The arms of the study, and the bases that they begin from."""
 
     rates, extensions = 4, 2  # of a grid, and how often it is extended at most
 
     def __init__(self, size: Size, raw: dict, out: Path, seconds: float, processes: int, device: str) -> None:
-        self.size, self.out, self.device, self.end = size, out, device, time.monotonic() + seconds
-        self.file = out / "arms.jsonl"
-        lines = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
-        if lines and not lines[-1].endswith("\n"):  # cut by a kill
-            self.file.write_text("".join(lines := lines[:-1]))
-        self.done: dict[str, dict] = {entry["name"]: entry for entry in map(json.loads, lines)}
-        self.asked: dict[str, Future] = {}
-        self.ran: list[str] = []
-        self.places, self.lock = threading.Semaphore(processes), threading.Lock()
-        spawn = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(processes, spawn, _begin, (size, raw, out, device))
+        self.size, self.out, self.device = size, out, device
+        self.arms = Arms(out, _told, seconds, processes, _begin, (size, raw, out, device))
+
+    def once(self, name: str, keys: dict, work: Callable, given: Any, length: float) -> dict:
+        def needed() -> float:
+            return 15 + length * self.arms.pace(lambda entry: entry["seconds"] if "method" in entry else None, FIRST)
+
+        return self.arms.once(name, keys | {"device": self.device}, work, given, needed)
 
     def base(self, name: str) -> dict:
         """Train the base if its weights are not there; return what it gives on both texts."""
         if not all(file.exists() for file in base_files(self.out, name)):
-            self.done.pop(f"base {name}", None)
+            self.arms.done.pop(f"base {name}", None)
         return self.once(f"base {name}", {}, _base, name, self.size.base_steps / self.size.steps)
 
     def run(self, arms: Sequence[Arm]) -> list[dict]:
         """Return what arms gave, in their order. What is not done yet runs at once, as far as there are processes."""
         for name in {arm.base for arm in arms}:
             self.base(name)
-        with ThreadPoolExecutor(len(arms)) as threads:
-            return list(threads.map(lambda arm: self.once(arm.name, dataclasses.asdict(arm), _tune, arm, 1.0), arms))
-
-    def once(self, name: str, keys: dict, work: Callable, given: Any, length: float) -> dict:
-        with self.lock:
-            if name in self.done:
-                return self.done[name]
-            mine = name not in self.asked
-            future = self.asked.setdefault(name, Future())
-        if mine:  # somebody else may want the same, and then waits for it
-            try:
-                future.set_result(self.start(name, keys, work, given, length))
-            except BaseException as error:
-                future.set_exception(error)
-        return future.result()
-
-    def start(self, name: str, keys: dict, work: Callable, given: Any, length: float) -> dict:
-        with self.places:
-            pace = [entry["seconds"] for entry in self.done.values() if "method" in entry]
-            needed = 15 + length * (1.5 * median(pace) if pace else FIRST)
-            if needed > self.end - time.monotonic():
-                print(f"not begun, {needed:.0f} s are needed: {name}", flush=True)
-                raise OutOfTime
-            facts = self.pool.submit(work, given).result()
-        entry = {"name": name, **keys, **facts, "device": self.device}
-        with self.lock:
-            with open(self.file, "a") as file:
-                file.write(json.dumps(entry) + "\n")
-            self.done[name] = entry
-            self.ran.append(name)
-        told = ", ".join(f"{text} {found['test']:.4f}" for text, found in facts["bits"].items())
-        print(f"{name}: {told} bits per byte, {facts['seconds']:.1f} s", flush=True)
-        return entry
+        return each(arms, lambda arm: self.once(arm.name, dataclasses.asdict(arm), _tune, arm, 1.0))
 
     def best_rate(self, arm: Arm, rates: Sequence[float]) -> Arm:
         """Choose a rate by `dev` of the new text; a grid is extended threefold until its best is inside."""
-        grid = sorted(rates)
-        for left in range(self.extensions, -1, -1):
+
+        def losses(grid: list[float]) -> list[float]:
             tried = self.run([replace(arm, rate=rate) for rate in grid])
-            losses = [entry["bits"][OTHER[arm.base]]["dev"] for entry in tried]
-            best = min(
-                (loss if math.isfinite(loss) else math.inf, rate) for loss, rate in zip(losses, grid, strict=True)
-            )
-            if best[1] not in (grid[0], grid[-1]) or not left:
-                break
-            grid = sorted([*grid, beside(best[1], up=best[1] == grid[-1])])
-        return replace(arm, rate=best[1])
+            return [entry["bits"][OTHER[arm.base]]["dev"] for entry in tried]
+
+        return replace(arm, rate=best_of_grid(rates, losses, self.extensions, threefold))
 
     def tune(self, arms: Sequence[Arm]) -> list[Arm]:
         """Choose the rate of every arm, then run the other seeds at it."""
@@ -136,28 +91,14 @@ class Study:
             self.run([replace(best, seed=seed) for seed in SEEDS])
             return best
 
-        with ThreadPoolExecutor(len(arms)) as threads:
-            return list(threads.map(one, arms))
+        return each(arms, one)
 
     def phases(self, names: Sequence[str]) -> None:
-        """Run phases one after the other. When time is over, arms under way end and are kept."""
-        with self.pool:
-            try:
-                for name in names:
-                    PHASES[name](self)
-                print("complete", flush=True)
-            except OutOfTime:
-                print("out of time: start it again to go on", flush=True)
+        self.arms.phases({name: functools.partial(PHASES[name], self) for name in names})
 
 
-def beside(rate: float, up: bool) -> float:
-    """Return the next rate of 1, 3, 10, 30, …
-
-    >>> beside(0.003, True), beside(0.003, False), beside(0.01, False)
-    (0.01, 0.001, 0.003)
-    """
-    whole = f"{rate:.0e}"[0] == "3"
-    return float(f"{rate * (10 / 3 if whole else 3) if up else rate / (3 if whole else 10 / 3):.0e}")
+def _told(entry: dict) -> str:
+    return ", ".join(f"{text} {found['test']:.4f}" for text, found in entry["bits"].items()) + " bits per byte"
 
 
 def _begin(size: Size, raw: dict, out: Path, device: str) -> None:
@@ -212,17 +153,17 @@ def check() -> None:
         Study.rates, Study.extensions = 2, 0
         late, study = (Study(size, raw, out, seconds, 2, "cpu") for seconds in (1, 1e9))
         late.phases(list(PHASES))
-        assert not late.ran, "an arm was begun that would not end in time"
+        assert not late.arms.ran, "an arm was begun that would not end in time"
         study.phases(list(PHASES))
         again = Study(size, raw, out, 1e9, 1, "cpu")
         again.phases(list(PHASES))
-        assert len(study.ran) == len(set(study.ran)) and not again.ran, "a finished arm was run again"
-        entries = list(study.done.values())
+        ran, entries = study.arms.ran, list(study.arms.done.values())
+        assert len(ran) == len(set(ran)) and not again.arms.ran, "a finished arm was run again"
         assert all(math.isfinite(e["bits"][t]["test"]) for e in entries for t in raw), entries
         from report import tables
 
         print(tables(entries))
-        print(f"all is well: {len(study.ran)} arms")
+        print(f"all is well: {len(ran)} arms")
 
 
 def check_methods(shop: Workshop) -> None:
@@ -287,13 +228,7 @@ def check_lora(c: ModelConfig, base: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--phase", nargs="+", choices=list(PHASES), default=list(PHASES))
-    parser.add_argument("--seconds", type=float, default=1e9, help="an arm that would not end in time is not begun")
-    parser.add_argument("--processes", type=int, default=3, help="arms that are trained at once")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--check", action="store_true")
+    parser = arguments(__file__, __doc__, PHASES, processes=3)
     args = parser.parse_args()
     if args.check:
         return check()

@@ -3,23 +3,16 @@
 python experiments/pairs/report.py [--out experiments/pairs]
 """
 
-import argparse
-import json
 import statistics
+import sys
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+from study import percent, report
 
 WAYS = {"image_to_text": "image finds text", "text_to_image": "text finds image"}
 FIGURES = [f"{way}_r{k}" for way in WAYS for k in (1, 5, 10)]
-
-
-def summary(values: list[float]) -> str:
-    """Return mean ± standard deviation in percent.
-
-    >>> summary([0.1, 0.2]), summary([0.25])
-    ('15.0 ± 7.1', '25.0')
-    """
-    mean = f"{100 * statistics.mean(values):.1f}"
-    return f"{mean} ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
 
 def what(entry: dict) -> str:
@@ -46,13 +39,13 @@ def tables(entries: list[dict]) -> str:
             chance = [arms[0]["chance"][figure] for figure in FIGURES]
             cells = " | ".join(f"{100 * value:.1f}" for value in [*chance, statistics.mean(chance)])
             lines.append(f"| chance | | | {cells} |")
-        cells = " | ".join(summary([arm[figure] for arm in arms]) for figure in [*FIGURES, "mean_recall"])
+        cells = " | ".join(percent([arm[figure] for arm in arms]) for figure in [*FIGURES, "mean_recall"])
         size = f"{arms[0]['parameters']:,}" if "parameters" in arms[0] else ""
         lines.append(f"| {name} | {size} | {len(arms) if size else ''} | {cells} |")
     for name, arms in groups.items():
         if "cifar10" in arms[0]:
             lines += ["", f"CIFAR-10 by the names of its classes (chance 10 %), {name}: "
-                      f"{summary([arm['cifar10'] for arm in arms])} %"]  # fmt: skip
+                      f"{percent([arm['cifar10'] for arm in arms])} %"]  # fmt: skip
     lines += ["", "Rates, by the mean recall on validation icons (one seed):", ""]
     lines += [
         f"- {what(e)}{'' if e['then'] else ', rate ' + format(e['rate'], 'g')}: "
@@ -66,13 +59,5 @@ def tables(entries: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    args = parser.parse_args()
-    entries = {entry["name"]: entry for entry in map(json.loads, (args.out / "arms.jsonl").read_text().splitlines())}
-    print(tables(list(entries.values())))
-
-
 if __name__ == "__main__":
-    main()
+    report(__file__, __doc__, tables)

@@ -8,19 +8,21 @@ O/arms.jsonl as it ends: the study can be done in parts, a stop loses the arm un
 since the arms that grow begin from those of the main phase.
 """
 
-import argparse
 import dataclasses
-import json
+import functools
+import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
 import baseline
 import icons
-import numpy as np
-import torch
+from study import Arms, arguments, best_of_grid
 from training import Arm, Cifar, Pairs, Size, config_of, train
 
 from tokenformer import load, save
@@ -43,66 +45,62 @@ def towers(dim: int, layers: tuple[int, int], vocab: int) -> ModelConfig:
 
 
 class Study:
-    """Runs arms that are not done yet, and remembers what they gave."""
+    """The arms of the study, and the models of those that others begin from."""
 
     extensions = 3  # of a grid of rates, at most
 
     def __init__(self, size: Size, pairs: Pairs, out: Path, seconds: float = 1e9, cifar: Cifar | None = None) -> None:
-        self.size, self.pairs, self.cifar, self.out, self.end = size, pairs, cifar, out, time.monotonic() + seconds
-        self.file, self.ran = out / "arms.jsonl", list[str]()
-        lines = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
-        if lines and not lines[-1].endswith("\n"):  # cut by a kill
-            self.file.write_text("".join(lines := lines[:-1]))
-        self.done: dict[str, dict] = {entry["name"]: entry for entry in map(json.loads, lines)}
+        self.size, self.pairs, self.cifar, self.out = size, pairs, cifar, out
+        self.arms = Arms(out, lambda e: f"mean recall {e['mean_recall']:.2%}, loss {e['loss']:.4f}", seconds)
 
     def result(self, arm: Arm) -> dict:
-        if arm.name in self.done:
-            return self.done[arm.name]
-        longest = max((entry["seconds"] for entry in self.done.values()), default=0.0)
-        if time.monotonic() + longest > self.end:
-            raise SystemExit(f"out of time before {arm.name}: start it again to go on")
-        begun, base = time.monotonic(), self.base(arm)
-        model, facts = train(arm, self.size, self.pairs, base, self.cifar)
+        keys, longest = (
+            dataclasses.asdict(arm) | {"device": self.pairs.device},
+            self.arms.pace(lambda e: e["seconds"], 0.0),
+        )
+        return self.arms.once(arm.name, keys, self.train, arm, lambda: longest)
+
+    def train(self, arm: Arm) -> dict:
+        model, facts = train(arm, self.size, self.pairs, self.base(arm), self.cifar)
         if not arm.then:
             model.images, model.tokenizer_json = icons.READING, self.pairs.icons.tokenizer.to_json()
             save(model, self.folder(arm), force=True)
-        entry = {"name": arm.name, **dataclasses.asdict(arm), **facts}
-        entry |= {"seconds": time.monotonic() - begun, "device": self.pairs.device}
-        with open(self.file, "a") as file:
-            file.write(json.dumps(entry) + "\n")
-        self.done[arm.name] = entry
-        self.ran.append(arm.name)
-        recall, seconds = facts["mean_recall"], entry["seconds"]
-        print(f"{arm.name}: mean recall {recall:.2%}, loss {facts['loss']:.4f}, {seconds:.0f} s", flush=True)
-        return entry
+        return facts
 
     def folder(self, arm: Arm) -> Path:
         return self.out / "models" / arm.name.replace(" ", "-")
 
     def base(self, arm: Arm) -> PairModel | None:
-        """Return the model that a second run begins from; it is trained where it is not kept."""
-        if not arm.then:
-            return None
-        first = replace(arm, then=0.0, grows="")
-        if not self.folder(first).exists():
-            self.done.pop(first.name, None)
-        self.result(first)
-        return load(self.folder(first)).to(self.pairs.device)
+        """Return the model that a second run begins from, which `test` has trained."""
+        return load(self.folder(first(arm))).to(self.pairs.device) if arm.then else None
 
     def best_rate(self, arm: Arm, key: str, rates: Sequence[float]) -> Arm:
         """Choose a rate by the mean recall on validation icons; the grid is extended until its best is inside."""
-        grid = sorted(rates)
-        for _ in range(self.extensions + 1):
+
+        def losses(grid: list[float]) -> list[float]:
             tried = [replace(arm, **{key: rate}, on="validation", seed=0) for rate in grid]
-            found = [self.result(one)["mean_recall"] for one in tried]
-            best = grid[int(np.argmax(found))]
-            if best not in (grid[0], grid[-1]):
-                break
-            grid = sorted([*grid, best * 2 if best == grid[-1] else best / 2])
-        return replace(arm, **{key: best})
+            return [-self.whole(one)["mean_recall"] for one in tried]
+
+        return replace(arm, **{key: best_of_grid(rates, losses, self.extensions)})
+
+    def whole(self, arm: Arm) -> dict:
+        """Return what an arm gave; the model that it begins from is trained before where it is not kept."""
+        if arm.then and arm.name not in self.arms.done:
+            if not self.folder(first(arm)).exists():
+                self.arms.done.pop(first(arm).name, None)
+            self.result(first(arm))
+        return self.result(arm)
 
     def test(self, arm: Arm) -> list[dict]:
-        return [self.result(replace(arm, seed=seed, on="test")) for seed in SEEDS]
+        return [self.whole(replace(arm, seed=seed, on="test")) for seed in SEEDS]
+
+    def phases(self, names: Iterable[str]) -> None:
+        self.arms.phases({name: functools.partial(PHASES[name], self) for name in names})
+
+
+def first(arm: Arm) -> Arm:
+    """Return the arm whose model another begins from."""
+    return replace(arm, then=0.0, grows="")
 
 
 def main_phase(study: Study) -> None:
@@ -130,12 +128,9 @@ PHASES = {"main": main_phase, "grow": grow_phase}
 
 def floor(study: Study) -> None:
     """Write what chance and the simplest baseline give on the test icons."""
-    if "baseline" not in study.done:
-        entry = {"name": "baseline", "on": "test", "kind": "baseline", "seconds": 0.0}
-        entry |= baseline.chosen(study.pairs.icons)
-        with open(study.file, "a") as file:
-            file.write(json.dumps(entry) + "\n")
-        study.done["baseline"] = entry
+    if "baseline" not in study.arms.done:
+        keys = {"name": "baseline", "on": "test", "kind": "baseline", "seconds": 0.0}
+        study.arms.add(keys | baseline.chosen(study.pairs.icons))
 
 
 def check() -> None:
@@ -150,30 +145,23 @@ def check() -> None:
     assert abs(sizes[0] / sizes[1] - 1) < 0.02, sizes
     with tempfile.TemporaryDirectory() as folder:
         Study.extensions = 1
-        first, again = (Study(size, pairs, Path(folder)) for _ in range(2))
-        for phase in PHASES.values():
-            phase(first)
-        floor(first)
-        again = Study(size, pairs, Path(folder))
-        for phase in PHASES.values():
-            phase(again)
-        assert first.ran and not again.ran, "a finished arm was run again"
-        moved = [entry["growth"]["largest_change"] for entry in first.done.values() if "growth" in entry]
+        study = Study(size, pairs, Path(folder))
+        study.phases(PHASES)
+        floor(study)
+        again, arms = Study(size, pairs, Path(folder)), study.arms
+        again.phases(PHASES)
+        assert arms.ran and not again.arms.ran, "a finished arm was run again"
+        moved = [entry["growth"]["largest_change"] for entry in arms.done.values() if "growth" in entry]
         assert moved and max(moved) < 1e-6, moved
         from report import tables
 
-        print(tables(list(first.done.values())))
-    print(f"all is well: {len(first.ran)} arms")
+        print(tables(list(arms.done.values())))
+    print(f"all is well: {len(arms.ran)} arms")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
+    parser = arguments(__file__, __doc__, PHASES)
     parser.add_argument("--cifar", type=Path)
-    parser.add_argument("--phase", nargs="+", choices=list(PHASES), default=list(PHASES))
-    parser.add_argument("--seconds", type=float, default=1e9, help="an arm that would not end in time is not begun")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if args.check:
         return check()
@@ -186,8 +174,7 @@ def main() -> None:
     cifar = Cifar.read(args.cifar, device) if args.cifar else None
     study = Study(size, Pairs(found, device), args.out, args.seconds, cifar)
     floor(study)
-    for name in args.phase:
-        PHASES[name](study)
+    study.phases(args.phase)
 
 
 if __name__ == "__main__":

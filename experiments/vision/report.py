@@ -3,11 +3,12 @@
 python experiments/vision/report.py [--out experiments/vision] [--figure top1.png]
 """
 
-import argparse
-import json
-import math
-import statistics
+import sys
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+from study import report, summary
 
 L2 = "l2_norm_gelu"
 
@@ -22,16 +23,6 @@ def groups(entries: list[dict]) -> dict[str, list[dict]]:
             what += ", zero" if _init(entry) == "zero" else ""
             found.setdefault(f"{what}, {legs}{' (anew)' if entry['restart'] else ''}", []).append(entry)
     return found
-
-
-def summary(values: list[float]) -> tuple[float, float]:
-    """Return mean and standard error.
-
-    >>> summary([1.0, 3.0])
-    (2.0, 1.0)
-    """
-    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return statistics.mean(values), deviation / math.sqrt(len(values))
 
 
 def differences(entries: list[dict]) -> list[str]:
@@ -113,16 +104,5 @@ def draw(entries: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--figure", type=Path)
-    args = parser.parse_args()
-    entries = [json.loads(line) for line in (args.out / "arms.jsonl").read_text().splitlines()]
-    print(tables(entries))
-    if args.figure:
-        draw(entries, args.figure)
-
-
 if __name__ == "__main__":
-    main()
+    report(__file__, __doc__, tables, draw)

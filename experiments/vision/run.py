@@ -7,22 +7,21 @@ DATA is the folder of the subset: 12,000 training and 3,000 test images. Finishe
 to O/arms.jsonl as it ends: the study can be done in parts, a stop loses the arm under way.
 """
 
-import argparse
 import dataclasses
-import json
-import multiprocessing
+import functools
+import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+from study import Arms, arguments, best_of_grid, each
 from training import CLASSES, Arm, Leg, Pictures, Size, config_of, flops_of, read, steps_of, train, unit
 
 from tokenformer.config import ModelConfig, load
@@ -38,99 +37,52 @@ Parts = dict[str, tuple[np.ndarray, np.ndarray]]
 READY: dict[str, Any] = {}  # of a worker process: what all arms share
 
 
-class OutOfTime(Exception):
-    pass
-
-
 class Study:
-    """Runs arms that are not done yet in worker processes, and remembers what they gave.
-
-    Small models leave most of a GPU idle, so several are trained at once. Phases are threads that wait for their arms.
-    """
+    """The arms of the study. Phases are threads that wait for theirs."""
 
     extensions = 3  # of a grid of rates, at most
 
     def __init__(self, size: Size, parts: Parts, out: Path, seconds: float, processes: int, device: str) -> None:
-        self.size, self.device, self.file, self.end = size, device, out / "arms.jsonl", time.monotonic() + seconds
-        lines = self.file.read_text().splitlines(keepends=True) if self.file.exists() else []
-        if lines and not lines[-1].endswith("\n"):  # cut by a kill
-            self.file.write_text("".join(lines := lines[:-1]))
-        self.done: dict[str, dict] = {entry["name"]: entry for entry in map(json.loads, lines)}
-        self.asked: dict[str, Future] = {}
-        self.ran: list[str] = []
-        self.places, self.lock = threading.Semaphore(processes), threading.Lock()
-        spawn = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(processes, spawn, _begin, (size, parts, device))
+        self.size, self.device, given = size, device, (size, parts, device)
+        self.arms = Arms(out, _told, seconds, processes, _begin, given)
+
+    def result(self, arm: Arm) -> dict:
+        def needed() -> float:
+            pace = self.arms.pace(lambda entry: entry["seconds"] / entry["flops"], FIRST / unit(self.size))
+            return 30 + flops_of(self.size, arm) * pace
+
+        return self.arms.once(arm.name, dataclasses.asdict(arm) | {"device": self.device}, _work, arm, needed)
 
     def run(self, arms: Sequence[Arm]) -> list[dict]:
         """Return what arms gave, in their order. What is not done yet runs at once, as far as there are processes."""
-        with ThreadPoolExecutor(len(arms)) as threads:
-            return list(threads.map(self.result, arms))
-
-    def result(self, arm: Arm) -> dict:
-        with self.lock:
-            if arm.name in self.done:
-                return self.done[arm.name]
-            mine = arm.name not in self.asked
-            future = self.asked.setdefault(arm.name, Future())
-        if mine:  # another phase may want the same arm, and then waits for it
-            try:
-                future.set_result(self.start(arm))
-            except BaseException as error:
-                future.set_exception(error)
-        return future.result()
-
-    def start(self, arm: Arm) -> dict:
-        with self.places:
-            pace = [entry["seconds"] / entry["flops"] for entry in self.done.values()]
-            needed = 30 + flops_of(self.size, arm) * (1.5 * median(pace) if pace else FIRST / unit(self.size))
-            if needed > self.end - time.monotonic():
-                print(f"not begun, {needed:.0f} s are needed: {arm.name}", flush=True)
-                raise OutOfTime
-            print(f"begun: {arm.name}", flush=True)
-            facts = self.pool.submit(_work, arm).result()
-        entry = {"name": arm.name, **dataclasses.asdict(arm), **facts, "device": self.device}
-        with self.lock:
-            with open(self.file, "a") as file:
-                file.write(json.dumps(entry) + "\n")
-            self.done[arm.name] = entry
-            self.ran.append(arm.name)
-        print(f"{arm.name}: top-1 {facts['top1']:.2%}, loss {facts['loss']:.4f}, {facts['seconds']:.0f} s", flush=True)
-        return entry
+        return each(arms, self.result)
 
     def best_rates(self, arms: Sequence[Arm], rates: Sequence[float] = RATES) -> list[Arm]:
         """Choose the rate of each arm by the loss on held-back images; a grid is extended until its best is inside."""
-        grids, best = {arm: sorted(rates) for arm in arms}, {}
-        for _ in range(self.extensions + 1):
-            tried = [replace(arm, rate=rate, on="held back", seed=0) for arm in arms for rate in grids[arm]]
-            losses = iter([entry["loss"] if entry["loss"] < np.inf else np.inf for entry in self.run(tried)])
-            for arm in arms:
-                best[arm] = min((next(losses), rate) for rate in grids[arm])[1]
-            edges = [arm for arm, grid in grids.items() if best[arm] in (grid[0], grid[-1])]
-            for arm in edges:
-                grid = grids[arm]
-                grids[arm] = sorted([*grid, best[arm] * 2 if best[arm] == grid[-1] else best[arm] / 2])
-            if not edges:
-                break
-        return [replace(arm, rate=best[arm]) for arm in arms]
+
+        def best(arm: Arm) -> Arm:
+            def losses(grid: list[float]) -> list[float]:
+                return [entry["loss"] for entry in self.run([replace(tried, rate=rate) for rate in grid])]
+
+            tried = replace(arm, on="held back", seed=0)
+            return replace(arm, rate=best_of_grid(rates, losses, self.extensions))
+
+        return each(arms, best)
 
     def best(self, kind: str) -> Arm:
         """Choose rate and first values of a plain model, by the loss on held-back images."""
         both = self.best_rates([Arm(kind=kind, init=init) for init in ("official", "zero")])
-        return min(both, key=lambda arm: self.done[replace(arm, on="held back", seed=0).name]["loss"])
+        return min(both, key=lambda arm: self.result(replace(arm, on="held back", seed=0))["loss"])
 
     def test(self, arms: Sequence[Arm], seeds: Sequence[int]) -> list[dict]:
         return self.run([replace(arm, seed=seed, on="test") for seed in seeds for arm in arms])
 
     def phases(self, names: Sequence[str]) -> None:
-        """Run phases at the same time. When time is over, arms under way end and are kept."""
-        with self.pool, ThreadPoolExecutor(len(names)) as threads:
-            ended = [threads.submit(PHASES[name], self) for name in names]
-        if any(isinstance(phase.exception(), OutOfTime) for phase in ended):
-            print("out of time: start it again to go on", flush=True)
-        for phase in ended:
-            if not isinstance(phase.exception(), OutOfTime):
-                phase.result()
+        self.arms.phases({name: functools.partial(PHASES[name], self) for name in names}, at_once=True)
+
+
+def _told(entry: dict) -> str:
+    return f"top-1 {entry['top1']:.2%}, loss {entry['loss']:.4f}"
 
 
 def _begin(size: Size, parts: Parts, device: str) -> None:
@@ -147,9 +99,7 @@ def _work(arm: Arm) -> dict:
 
 def main_phase(study: Study) -> None:
     """TokenFormer and a ViT of equal parameters, five seeds each, at equal compute."""
-    with ThreadPoolExecutor(2) as threads:
-        both = list(threads.map(study.best, ("tokenformer", "vit")))
-    study.test(both, SEEDS)
+    study.test(each(("tokenformer", "vit"), study.best), SEEDS)
 
 
 def theta(study: Study) -> None:
@@ -196,14 +146,14 @@ def check() -> None:
         late, *studies = [Study(size, parts, Path(folder), seconds, 2, "cpu") for seconds in (1, 1e9)]
         Study.extensions = 1
         late.phases(list(PHASES))
-        assert not late.ran, "an arm was begun that would not end in time"
+        assert not late.arms.ran, "an arm was begun that would not end in time"
         studies[0].phases(list(PHASES))
         studies.append(Study(size, parts, Path(folder), 1e9, 2, "cpu"))
         studies[1].phases(list(PHASES))
-        study = studies[0]
-        assert study.ran and not studies[1].ran, "a finished arm was run again"
-        assert len(study.ran) == len(set(study.ran)), "an arm was run twice"
-        for entry in study.done.values():
+        first, again = (study.arms for study in studies)
+        assert first.ran and not again.ran, "a finished arm was run again"
+        assert len(first.ran) == len(set(first.ran)), "an arm was run twice"
+        for entry in first.done.values():
             if entry.get("growth"):
                 assert entry["growth"]["same_predictions"] == 1.0 and entry["growth"]["largest_change"] < 1e-4, entry
             assert np.isfinite(entry["loss"]), entry
@@ -213,20 +163,14 @@ def check() -> None:
         assert steps_of(large, arms[1])[0] == 600
         from report import tables
 
-        told = tables(list(study.done.values()))
+        told = tables(list(first.done.values()))
         assert told.count("points (") == 5, told  # ViT, two Θ, both kinds of growth
         print(told)
-    print(f"all is well: {len(study.ran)} arms")
+    print(f"all is well: {len(first.ran)} arms")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--phase", nargs="+", choices=list(PHASES), default=list(PHASES))
-    parser.add_argument("--seconds", type=float, default=1e9, help="an arm that would not end in time is not begun")
-    parser.add_argument("--processes", type=int, default=4, help="arms that are trained at once")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--check", action="store_true")
+    parser = arguments(__file__, __doc__, PHASES, processes=4)
     args = parser.parse_args()
     if args.check:
         return check()
