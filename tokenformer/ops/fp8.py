@@ -1,9 +1,9 @@
 """Products in fp8 (e4m3), as `train.precision: fp8` computes them. `reference` is the specification, on any device.
 
-Rounded are both factors of a product in the forward pass and in the gradient of its input; the gradient of a weight is
-computed in the type of the input, from what was not rounded. Inputs and gradients are scaled by row, weights as a whole,
-just in time; Θ, which τ bounds, by a constant. Unusual: all scales are powers of two, so scaling itself never rounds,
-and nothing saturates. Legend: T rows, D d_in, E d_out, N parameter tokens, K what a product sums over.
+Both factors of a product are rounded in the forward pass, and for the gradient of its input; the gradient of a weight
+is computed in the type of the input, from what was not rounded. Inputs and gradients are scaled by row, weights as a
+whole, just in time; Θ, which τ bounds, by a constant. Unusual: all scales are powers of two, so scaling itself never
+rounds, and nothing saturates. Legend: T rows, D d_in, E d_out, N parameter tokens, K what a product sums over.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Pattention in fp8 for training: kernels/pattention.py with fp8 products. The specification is `reference` of ops/fp8.py.
+"""Pattention for training with products in fp8. The specification is `reference` of ops/fp8.py.
 
 Unusual: Θ's kernel writes fp8 itself, and where Θ ignores the scale of a row (l2_norm_gelu) that of x is never undone.
 Other casts are plain PyTorch, which torch.compile fuses with what comes before. Kept for backward is what bf16 keeps:
@@ -52,7 +52,7 @@ torch.library.register_fake("tokenformer::theta_fp8_backward", _fake_backward)
 
 
 class Fused(torch.autograd.Function):
-    """As the one of kernels/pattention.py. `rest`: each member's values, then what `quantise` makes of keys and values."""
+    """As that of kernels/pattention.py. `rest`: each member's values, then what `quantise` makes of keys and values."""
 
     @staticmethod
     def forward(
@@ -134,6 +134,12 @@ def quantise(weights: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def quantised(members: Any, dtype: torch.dtype, centred: bool) -> list[Tensor]:
+    """Return what `fused` takes as `kept`."""
+    _, _, keys, values = pack(members[0][0][0].new_empty(0, 1, dtype=dtype), members, "", centred)
+    return quantise([keys, *values])
+
+
 def _threes(flat: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     return [flat[i : i + 3] for i in range(0, len(flat), 3)]
 
@@ -149,7 +155,7 @@ def fused(
     residual: Tensor | None = None,
     rotary: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
 ) -> list[Tensor]:
-    """`fused` of kernels/pattention.py in fp8. `kept`: the weights as `quantise` made them of the same keys and values."""
+    """`fused` of kernels/pattention.py in fp8. `kept`: what `quantised` made of the same weights."""
     flat, layout, keys, values = pack(x, members, theta, centred)
     with torch.no_grad():
         ready = kept or quantise([keys, *values])
