@@ -23,7 +23,8 @@ STEP = 16  # a product's sides are multiples of it
 
 
 def scale_of(x: Tensor, rows: bool = False) -> Tensor:
-    """Return the power of two that brings the largest |x|, of all or of each row (T, 1), into [128, 256).
+    """Return the power of two that brings the largest |x|, of all or of each row (T, 1), into [128, 256); NaN where a
+    number is not finite: rounding would hide it.
 
     >>> scale_of(torch.tensor([[3.0, -1.0], [0.0, 0.25]]), rows=True)
     tensor([[ 64.],
@@ -31,7 +32,8 @@ def scale_of(x: Tensor, rows: bool = False) -> Tensor:
     """
     peak = (x.abs().amax(-1, keepdim=True) if rows else x.abs().amax()).float()
     exponent = (peak.view(torch.int32) >> 23).clamp(127 - 53, 127 + 67)  # so that two scales together stay in range
-    return ((127 + 7 + 127 - exponent) << 23).view(torch.float32)
+    scale = ((127 + 7 + 127 - exponent) << 23).view(torch.float32)
+    return torch.where(peak < torch.inf, scale, torch.nan)
 
 
 def scale_of_theta(theta: str, taus: Sequence[float]) -> float:
