@@ -1,6 +1,7 @@
 """How far the fp8 kernels are from their specification, `reference` of ops/fp8.py. Run as a program it prints one JSON
-object: in Triton's interpreter (TRITON_INTERPRET=1 before it starts; fp32 beside the products in fp8) or, with `cuda` as
-argument, on a GPU in bf16; with `compiled`, what compiled blocks differ by. The interpreter rounds to fp8 wrongly, so there Θ's kernel writes fp32 and PyTorch rounds it.
+object: in Triton's interpreter (TRITON_INTERPRET=1 before it starts; fp32 beside the products in fp8), or with `cuda`
+on a GPU in bf16; with `compiled`, what compiled blocks differ by. The interpreter rounds to fp8 wrongly, so there Θ's
+kernel writes fp32 and PyTorch rounds it.
 """
 
 import itertools
@@ -86,7 +87,6 @@ def check_stream(onto: str, device: str) -> float:
 
 def trained(device: str, choice: str, how: str = "") -> list[Tensor]:
     """The loss and gradients of a model of several segments. `how`: what is special; "plain" computes without fp8."""
-    torch.compiler.reset()
     ops.CHOICE = choice
     shape = {"layers": 2, "dim": 32, "heads": 2, "vocab": 128, "context": 16, "rotary_fraction": 0.5}
     shape |= {"qkv_tokens": [16, 24], "proj_tokens": 20, "ffn_tokens": [70, 64]}
