@@ -150,7 +150,7 @@ def test_in_the_interpreter_the_kernels_are_what_the_specification_says():
 @pytest.mark.slow
 def test_compiled_blocks_with_kept_weights_compute_the_same_bits():
     pytest.importorskip("triton")
-    assert checks("compiled", TRITON_INTERPRET="1") == 0.0
+    assert checks("compiled", TRITON_INTERPRET="1")["between"] == 0.0
 
 
 @pytest.mark.gpu
@@ -163,4 +163,5 @@ def test_on_a_gpu_the_kernels_are_what_the_specification_says_over_40_shapes():
     assert max(found["stream"].values()) < 0.03
     assert found["model"]["kernels"] < 1.3 * found["model"]["specification"]
     assert found["same"] == {"selective": 0.0, "full, kept": 0.0}
-    assert checks("cuda", "compiled") < 0.05
+    found = checks("cuda", "compiled")  # the compiler rounds less on the way
+    assert found["compiled"] < 1.3 * found["eager"]

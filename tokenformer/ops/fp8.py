@@ -60,12 +60,14 @@ def round_to(x: Tensor, scale: Tensor | float) -> Tensor:
     return (x.float() * scale).to(E4M3)
 
 
-def multiply(a_TK: Tensor, b_NK: Tensor, undo: Tensor, dtype: torch.dtype, emulated: bool) -> Tensor:
-    """Return a·bᵀ·undo of two fp8 matrices: emulated, or by the GPU's fp8 units. `undo` is one number."""
-    if emulated:
-        return a_TK.to(dtype) @ b_NK.to(dtype).T * undo.to(dtype)
-    one = torch.ones((), device=a_TK.device)
-    return torch._scaled_mm(a_TK, b_NK.T, scale_a=one, scale_b=undo, out_dtype=dtype, use_fast_accum=True)
+def multiply(a_TK: Tensor, b_NK: Tensor, undo: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a·bᵀ times both numbers of `undo`, of two fp8 matrices, by the GPU's fp8 units."""
+    return torch._scaled_mm(a_TK, b_NK.T, *undo, out_dtype=dtype, use_fast_accum=True)
+
+
+def emulate(a_TK: Tensor, b_NK: Tensor, undo: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """Compute the same anywhere: fp8 numbers are exact in bf16, and sums are at least fp32."""
+    return a_TK.to(dtype) @ b_NK.to(dtype).T * (undo[0] * undo[1]).to(dtype)
 
 
 class Product(torch.autograd.Function):
@@ -75,18 +77,19 @@ class Product(torch.autograd.Function):
     def forward(ctx: Any, a_TK: Tensor, b_NK: Tensor, scale: float | None, emulated: bool) -> Tensor:
         ctx.save_for_backward(a_TK, b_NK)
         ctx.emulated = emulated
-        by, whole = scale_of(a_TK, rows=True) if scale is None else scale, scale_of(b_NK)
-        out = multiply(round_to(a_TK, by), round_to(b_NK, whole), 1 / whole, b_NK.dtype, emulated)
-        return out / (by.to(out.dtype) if isinstance(by, Tensor) else by)
+        whole, work = scale_of(b_NK), emulate if emulated else multiply
+        by = scale_of(a_TK, rows=True) if scale is None else torch.full_like(whole, scale)
+        out = work(round_to(a_TK, by), round_to(b_NK, whole), (torch.ones_like(whole), 1 / whole), b_NK.dtype)
+        return out / by.to(out.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         a_TK, b_NK = ctx.saved_tensors
         (grad_TN,), da_TK, db_NK = grads, None, None
         if ctx.needs_input_grad[0]:
-            by, whole = scale_of(grad_TN, rows=True), scale_of(b_NK)
-            turned = round_to(b_NK, whole).T.contiguous()
-            da_TK = multiply(round_to(grad_TN, by), turned, 1 / whole, grad_TN.dtype, ctx.emulated)
+            by, whole, work = scale_of(grad_TN, rows=True), scale_of(b_NK), emulate if ctx.emulated else multiply
+            turned, undo = round_to(b_NK, whole).T.contiguous(), (torch.ones_like(whole), 1 / whole)
+            da_TK = work(round_to(grad_TN, by), turned, undo, grad_TN.dtype)
             da_TK = (da_TK / by.to(da_TK.dtype)).to(a_TK.dtype)
         if ctx.needs_input_grad[1]:
             db_NK = grad_TN.T @ a_TK.to(grad_TN.dtype)

@@ -40,7 +40,7 @@ class Products:
     def fused(self, x: Tensor, members: Any, theta: str, centred: bool = False, **options: Any) -> list[Tensor]:
         from tokenformer.ops.kernels import fp8 as kernels
 
-        fits = len(self.kept) == 3 * (1 + len(members)) and centred == self.centred
+        fits = len(self.kept) == 1 + 3 * (1 + len(members)) and centred == self.centred
         return kernels.fused(x, members, theta, self.kept if fits else (), centred=centred, **options)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:

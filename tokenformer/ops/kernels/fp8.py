@@ -68,17 +68,18 @@ class Fused(torch.autograd.Function):
         *rest: Tensor,
     ):
         sizes, members, taus, kind = layout
-        (keys8, _, undo), *values8 = _threes(rest[len(members) :])
+        one, (keys8, _, undo), *values8 = _split(rest[len(members) :])
         row, up = scale_of(x, rows=True), scale_of_theta(kind, taus)
-        scores = multiply(round_to(x, row), keys8, undo, x.dtype, False)
+        scores = multiply(round_to(x, row), keys8, (one, undo), x.dtype)
         if not THETAS[kind].scale_free:
             scores = scores / row.to(x.dtype)
         weights, totals = torch.ops.tokenformer.theta_fp8(scores, up, *layout)
         ctx.save_for_backward(x, cos, sin, row, scores, totals, *rest[len(members) :])
         ctx.layout, ctx.onto, ctx.head_dim = layout, onto, head_dim
         ctx.set_materialize_grads(False)
+        down = torch.full_like(one, 1 / up)
         outputs = [
-            multiply(weights[:, place], turned, undo / up, x.dtype, False)
+            multiply(weights[:, place], turned, (down, undo), x.dtype)
             for place, (_, turned, undo) in zip(columns(sizes, members), values8, strict=True)
         ]
         for i in range(2) if head_dim else ():
@@ -94,7 +95,7 @@ class Fused(torch.autograd.Function):
             raise NotImplementedError("products in fp8 have no second derivative: set train.precision=bf16")
         x, cos, sin, row, scores, totals, *rest = ctx.saved_tensors
         sizes, members, _, kind = ctx.layout
-        (_, keys8, undo), *values8 = _threes(rest)
+        one, (_, keys8, undo), *values8 = _split(rest)
         own = [
             x.new_zeros(len(x), v.shape[1]) if g is None else g.contiguous()
             for g, (v, _, _) in zip(grads, values8, strict=False)
@@ -104,8 +105,8 @@ class Fused(torch.autograd.Function):
             torch.ops.tokenformer.rotate_(own[i], cos, sin, ctx.head_dim, True)
         rows = [scale_of(g, rows=True) for g in own]
         thetas = [  # gradients of Θ, times the scale of the row
-            multiply(round_to(g, by), v, undo, x.dtype, False)
-            for g, by, (v, _, undo) in zip(own, rows, values8, strict=True)
+            multiply(round_to(g, by), v, (one, back), x.dtype)
+            for g, by, (v, _, back) in zip(own, rows, values8, strict=True)
         ]
         factors = (row if THETAS[kind].scale_free else 1) / torch.cat(rows, dim=1)
         weights, slopes = torch.ops.tokenformer.theta_fp8_backward(thetas, scores, totals, factors, *ctx.layout)
@@ -113,7 +114,7 @@ class Fused(torch.autograd.Function):
         wanted = ctx.needs_input_grad  # no product is computed for what is frozen
         if wanted[0]:
             by = scale_of(slopes, rows=True)
-            dx, back = multiply(round_to(slopes, by), keys8, undo, x.dtype, False), (1 / by).to(x.dtype)
+            dx, back = multiply(round_to(slopes, by), keys8, (one, undo), x.dtype), (1 / by).to(x.dtype)
             dx = dx * back if base is None else torch.addcmul(base, dx, back)
         dkeys = slopes.T @ x if wanted[7] else None
         dvalues = [
@@ -125,8 +126,8 @@ class Fused(torch.autograd.Function):
 
 
 def quantise(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return of each weight: it in fp8, the same transposed, and the number that undoes its scale."""
-    found = []
+    """Return the number 1, then of each weight: it in fp8, the same transposed, and the number that undoes its scale."""
+    found = [torch.ones((), device=weights[0].device)]
     for weight in weights:
         scale = scale_of(weight)
         rounded = round_to(weight, scale)
@@ -140,8 +141,8 @@ def quantised(members: Any, dtype: torch.dtype, centred: bool) -> list[Tensor]:
     return quantise([keys, *values])
 
 
-def _threes(flat: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    return [flat[i : i + 3] for i in range(0, len(flat), 3)]
+def _split(flat: Sequence[Tensor]) -> list[Any]:
+    return [flat[0], *(flat[i : i + 3] for i in range(1, len(flat), 3))]
 
 
 def fused(
