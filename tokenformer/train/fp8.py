@@ -112,7 +112,8 @@ def choose(
     if chosen == "all" or (chosen == "auto" and device.type == "cpu"):
         chosen = sorted(every)
     elif chosen == "auto":
-        gains = place.run_on_first(lambda: gains_of(every, config.micro_batch or 1, device, compiler))
+        taken = place.run_on_first(lambda: measure(every, config.micro_batch or 1, device, compiler))
+        gains = {name: bf16 / eight for name, (bf16, eight) in taken.items()}
         chosen = [name for name, gain in gains.items() if gain > 1]
         said = " by measurement (" + ", ".join(f"{name} {gain:.2f} ×" for name, gain in gains.items()) + ")"
     how = "emulated, which is slower than fp32 and is for checks" if device.type == "cpu" else "by the GPU's fp8 units"
@@ -177,38 +178,34 @@ def keep_weights(model: Any, config: Config, alone: bool) -> None:
                         layers[0].fp8.keep(layers, x.dtype, centred)
 
 
-def gains_of(
+def measure(
     every: dict[str, tuple[Layers, int]], samples: int, device: torch.device, compiler: str
-) -> dict[str, float]:
-    return {name: _gain(*every[name], samples, device, compiler) for name in sorted(every)}
-
-
-def _gain(layers: Layers, length: int, samples: int, device: torch.device, compiler: str) -> float:
-    """Time layers of one input, forward and backward, on random numbers: bf16's seconds over those of fp8."""
-    taken = []
-    for products in (None, Products(compiler)):
-        for layer in layers:
-            layer.to_empty(device=device).fp8 = products
-        learned = [p for layer in layers for p in layer.parameters()]
-        for parameter in learned:
-            nn.init.normal_(parameter, std=0.02)
+) -> dict[str, tuple[float, float]]:
+    """Return the seconds that layers of each shape take in bf16 and in fp8, forward and backward, on a GPU."""
+    found = {}
+    for name, (layers, length) in sorted(every.items()):
         x = torch.randn(samples * length, layers[0].in_features, device=device, dtype=torch.bfloat16).requires_grad_()
-        work = project if compiler == "none" else torch.compile(project, backend=compiler, dynamic=False)
+        found[name] = (_seconds(x, layers, None, compiler), _seconds(x, layers, Products(compiler), compiler))
+        for layer in layers:
+            layer.to(device="meta")
+        torch.compiler.reset()  # PyTorch compiles one function a few times only
+    return found
 
-        def step(work: Any = work, x: Tensor = x, learned: list = learned) -> None:
-            outputs = work(x, layers)
-            torch.autograd.grad(outputs, [x, *learned], [torch.ones_like(out) for out in outputs])
 
-        taken.append(min(_seconds(step, repeats=5) for _ in range(4)))  # the first one compiles
+def _seconds(x: Tensor, layers: Layers, products: Products | None, compiler: str) -> float:
     for layer in layers:
-        layer.to(device="meta").fp8 = None
-    return taken[0] / taken[1]
-
-
-def _seconds(step: Any, repeats: int) -> float:
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(repeats):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / repeats
+        layer.to_empty(device=x.device).fp8 = products
+    learned = [x, *(p for layer in layers for p in layer.parameters())]
+    for parameter in learned[1:]:
+        nn.init.normal_(parameter, std=0.02)
+    work = project if compiler == "none" else torch.compile(project, backend=compiler, dynamic=False)
+    taken = []
+    for repeats in (3, 10, 10, 10):  # the first round compiles
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(repeats):
+            outputs = work(x, layers)
+            torch.autograd.grad(outputs, learned, [torch.ones_like(out) for out in outputs])
+        torch.cuda.synchronize()
+        taken.append((time.perf_counter() - begun) / repeats)
+    return min(taken[1:])

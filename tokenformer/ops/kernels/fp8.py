@@ -126,7 +126,7 @@ class Fused(torch.autograd.Function):
 
 
 def quantise(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the number 1, then of each weight: it in fp8, the same transposed, and the number that undoes its scale."""
+    """Return the number 1, then of each weight: it in fp8, transposed too, and the number that undoes its scale."""
     found = [torch.ones((), device=weights[0].device)]
     for weight in weights:
         scale = scale_of(weight)
