@@ -100,8 +100,7 @@ def _saved_by_fp8(cut: Cut, h: Hardware) -> float:
     if cut.config.train.precision != "fp8":
         return 0.0
     counted = cut.remember("cost", lambda: cost(cut.model))
-    products = cut.model.length * 2 * counted.matmul_parameters / counted.sample_flops(cut.model.length)
-    return products * (1 - 1 / h.fp8)
+    return counted.product_share(cut.model.length) * (1 - 1 / h.fp8)
 
 
 def _sharding(
