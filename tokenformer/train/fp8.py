@@ -65,6 +65,7 @@ def check(config: Config, models: Sequence[ModelConfig], device: torch.device) -
         name = torch.cuda.get_device_name(device)
         raise UserError(f"{name} has no fp8 products: {instead}, or train.device=cpu, which emulates them for checks")
     need(config.parallel.token == 1, f"parallel.token splits products that fp8 needs whole: leave it out, or {instead}")
+    need(config.model.of != "pair", f"a pair's features are computed twice, which fp8 would round apart: {instead}")
     for trunk in (trunk for model in models for trunk in model.trunks.values() or [model]):
         switched = config.adapter or trunk.switch_names()
         need(not switched, f"fp8 knows no segments with a switch, and no adapters: {instead}")
