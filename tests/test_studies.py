@@ -40,7 +40,7 @@ def test_the_study_of_adapters():
 
 @pytest.mark.slow
 def test_the_study_of_fp8():
-    """Arms that are stopped go on to the same loss, finished ones are not run again, bf16 is the same twice on a CPU."""
+    """Arms that are stopped go on to the same loss, finished ones are not run again, bf16 on a CPU has no noise."""
     lines = check("experiments/fp8/run.py")
     assert lines[-1].startswith("all is well: 6 arms, stopped ") and not lines[-1].endswith("stopped 0 times")
     assert any(line.startswith("| toy | ") for line in lines)
