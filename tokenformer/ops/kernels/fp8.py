@@ -1,8 +1,9 @@
 """Pattention for training with products in fp8. The specification is `reference` of ops/fp8.py.
 
-Unusual: Θ's kernel writes fp8 itself, and where Θ ignores the scale of a row (l2_norm_gelu) that of x is never undone.
-Other casts are plain PyTorch, which torch.compile fuses with what comes before. Kept for backward is what bf16 keeps:
-weight gradients are computed in bf16, from Θ recomputed. Legend: T rows of data, D d_in, E d_out, W columns of scores.
+Unusual: Θ's kernels write fp8 themselves (that of the gradient where one program has a whole row), and where Θ ignores
+the scale of a row (l2_norm_gelu) that of x is never undone. Other casts are plain PyTorch, which torch.compile fuses
+with what comes before. Kept for backward is what bf16 keeps: weight gradients are computed in bf16, from Θ recomputed.
+Legend: T rows of data, D d_in, E d_out, W columns of scores.
 """
 
 from collections.abc import Sequence
@@ -12,19 +13,26 @@ import torch
 from torch import Tensor
 
 from tokenformer.ops.fp8 import E4M3, multiply, round_to, scale_of, scale_of_theta
-from tokenformer.ops.kernels.pattention import LAYOUT, columns, launch_backward, launch_forward, pack, per_segment
+from tokenformer.ops.kernels.pattention import (
+    LAYOUT,
+    columns,
+    in_one_block,
+    launch_backward,
+    launch_forward,
+    pack,
+    per_segment,
+)
 from tokenformer.ops.pattention import THETAS
 
 torch.library.define("tokenformer::theta_fp8", f"(Tensor scores, float scale, {LAYOUT}) -> (Tensor, Tensor)")
 GIVEN = "Tensor[] grads, Tensor scores, Tensor totals, Tensor factors"
-torch.library.define("tokenformer::theta_fp8_backward", f"({GIVEN}, {LAYOUT}) -> (Tensor, Tensor)")
+torch.library.define("tokenformer::theta_fp8_backward", f"({GIVEN}, {LAYOUT}) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 @torch.library.impl("tokenformer::theta_fp8", ("cuda", "cpu"))
 def theta_fp8(scores: Tensor, scale: float, *layout: Any) -> tuple[Tensor, Tensor]:
     """Θ of scores (T, W), times `scale`, in fp8, and the statistics of their rows."""
-    out = torch.empty_like(scores, dtype=E4M3 if scores.is_cuda else None)  # Triton's interpreter rounds to fp8 wrongly
-    totals = per_segment(scores, layout[0])
+    out, totals = _empty(scores), per_segment(scores, layout[0])
     launch_forward(scores, out, totals, layout, scale=scale)
     return out.to(E4M3), totals
 
@@ -32,19 +40,32 @@ def theta_fp8(scores: Tensor, scale: float, *layout: Any) -> tuple[Tensor, Tenso
 @torch.library.impl("tokenformer::theta_fp8_backward", ("cuda", "cpu"))
 def theta_fp8_backward(
     grads: Sequence[Tensor], scores: Tensor, totals: Tensor, factors: Tensor, *layout: Any
-) -> tuple[Tensor, Tensor]:
-    """`theta_backward` of gradients that are to be multiplied by `factors` (T, members)."""
+) -> tuple[Tensor, ...]:
+    """`theta_backward` of gradients that are to be multiplied by `factors` (T, members), and the gradient of the scores
+    in fp8 with the scales of its rows; these are empty where no program has a whole row.
+    """
     out, slopes = torch.empty_like(scores), torch.empty_like(scores)
-    launch_backward(grads, scores, totals, totals, (out, slopes), layout, factors=factors)
-    return out, slopes
+    rounded = (_empty(scores), torch.empty_like(factors)) if in_one_block(layout[0]) else ()
+    launch_backward(grads, scores, totals, totals, (out, slopes), layout, factors=factors, rounded=rounded)
+    slopes8, scales = rounded or (scores.new_empty(0, scores.shape[1]), factors.new_empty(0, factors.shape[1]))
+    return out, slopes, slopes8.to(E4M3), scales
+
+
+def _empty(scores: Tensor) -> Tensor:
+    """For fp8 numbers; fp32 in Triton's interpreter, which rounds to fp8 wrongly."""
+    return torch.empty_like(scores, dtype=E4M3 if scores.is_cuda else None)
 
 
 def _fake(scores: Tensor, scale: float, sizes: Sequence[int], *rest: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(scores, dtype=E4M3), per_segment(scores, sizes)
 
 
-def _fake_backward(grads: Any, scores: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(scores), torch.empty_like(scores)
+def _fake_backward(
+    grads: Any, scores: Tensor, totals: Tensor, factors: Tensor, sizes: Sequence[int], *rest: Any
+) -> tuple[Tensor, ...]:
+    rows = len(scores) if in_one_block(sizes) else 0
+    rounded, scales = scores.new_empty(rows, scores.shape[1], dtype=E4M3), factors.new_empty(rows, factors.shape[1])
+    return torch.empty_like(scores), torch.empty_like(scores), rounded, scales
 
 
 torch.library.register_fake("tokenformer::theta_fp8", _fake)
@@ -109,12 +130,15 @@ class Fused(torch.autograd.Function):
             for g, by, (v, _, back) in zip(own, rows, values8, strict=True)
         ]
         factors = (row if THETAS[kind].scale_free else 1) / torch.cat(rows, dim=1)
-        weights, slopes = torch.ops.tokenformer.theta_fp8_backward(thetas, scores, totals, factors, *ctx.layout)
+        given = (thetas, scores, totals, factors, *ctx.layout)
+        weights, slopes, slopes8, by = torch.ops.tokenformer.theta_fp8_backward(*given)
         base, dx = grads[-1] if ctx.onto in ("input", "fork") else None, None
         wanted = ctx.needs_input_grad  # no product is computed for what is frozen
         if wanted[0]:
-            by = scale_of(slopes, rows=True)
-            dx, back = multiply(round_to(slopes, by), keys8, (one, undo), x.dtype), (1 / by).to(x.dtype)
+            if not in_one_block(sizes):
+                by = scale_of(slopes, rows=True)
+                slopes8 = round_to(slopes, by)
+            dx, back = multiply(slopes8, keys8, (one, undo), x.dtype), (1 / by).to(x.dtype)
             dx = dx * back if base is None else torch.addcmul(base, dx, back)
         dkeys = slopes.T @ x if wanted[7] else None
         dvalues = [

@@ -149,15 +149,24 @@ def _theta(a, g, total, rate, tau, counts, THETA: tl.constexpr, EXACT: tl.conste
 
 
 @jit
+def _scale(peak):
+    """`scale_of` of ops/fp8.py, from the largest number of each row."""
+    exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 127 - 53), 127 + 67)
+    scale = ((127 + 7 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(peak < float("inf"), scale, float("nan"))
+
+
+@jit
 def _backward(
-    scores, grads, totals, partial, factors, out, slopes, count, W, G, S, start, at, size, which, tau, member, M,
-    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, PART: tl.constexpr,
-    SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    scores, grads, totals, partial, factors, out, slopes, rounded, scales, count, W, G, S, start, at, size, which, tau,
+    member, M, WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, PART: tl.constexpr,
+    SCALED: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of Θ compute that of the scores, and recompute Θ itself.
 
     PART: as in `_forward`; "sums" writes each row's sum to `partial`, "rest" reads it there. SCALED: the gradient given
-    is to be multiplied by a factor per row and member.
+    is to be multiplied by a factor per row and member. ROUNDED: that of the scores, a row of one block, is written in
+    fp8 too, with the scale of each row.
     """
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
@@ -200,7 +209,13 @@ def _backward(
                     a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
                 )
             tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
-            tl.store(slopes + place + first, ((own - share * sums) * factor).to(slopes.dtype.element_ty), mask=inside)
+            slope = ((own - share * sums) * factor).to(slopes.dtype.element_ty)
+            tl.store(slopes + place + first, slope, mask=inside)
+            if ROUNDED:
+                wide = slope.to(tl.float32)
+                scale = _scale(tl.max(tl.abs(wide), 1))
+                tl.store(rounded + place, (wide * scale[:, None]).to(rounded.dtype.element_ty), mask=inside)
+                tl.store(scales + rows, scale, mask=rows < count)
 
 
 def padded(size: int) -> int:
@@ -224,6 +239,11 @@ def _tile(width: int, backward: bool) -> dict[str, int]:
         return {"ROWS": max(1, 2048 // block), "BLOCK": block, "num_warps": warps}
     whole = 8192 if backward else 16384
     return {"ROWS": 1, "BLOCK": block if width <= whole else 2048 if backward else 8192, "num_warps": 8}
+
+
+def in_one_block(sizes: Sequence[int]) -> bool:
+    """Whether a program of `_backward` has a whole row of scores at once."""
+    return len(sizes) == 1 and _tile(padded(sizes[0]), backward=True)["BLOCK"] >= padded(sizes[0])
 
 
 def launch_forward(
@@ -253,11 +273,15 @@ def launch_backward(
     layout: tuple,
     part: str = "whole",
     factors: Tensor | None = None,
+    rounded: Sequence[Tensor] = (),
 ) -> None:
-    """`new`: where Θ and the gradient of the scores are written. `factors`: see SCALED of `_backward`."""
+    """`new`: where Θ and the gradient of the scores are written. `factors` and `rounded` (the gradient in fp8, scales):
+    see SCALED and ROUNDED of `_backward`.
+    """
     sizes, members, taus, kind = layout
     (rows, width), start, which = scores.shape, 0, 0
     scaled, factors = factors is not None, totals if factors is None else factors
+    more = (factors, *new, *(rounded or (totals, totals)))
     for member, (grad, segments) in enumerate(zip(grads, members, strict=True)):
         at = 0
         for _ in range(segments):
@@ -265,9 +289,9 @@ def launch_backward(
             tile = _tile(padded(size), backward=True)
             if rows and size:
                 _backward[(triton.cdiv(rows, tile["ROWS"]),)](
-                    scores, grad, totals, sums, factors, *new, rows, width, grad.shape[1], len(sizes), start, at, size,
-                    which, taus[which], member, len(members), padded(size), kind, scores.dtype == torch.float32,
-                    scores.is_cuda, part, scaled, **tile,
+                    scores, grad, totals, sums, *more, rows, width, grad.shape[1], len(sizes), start, at, size, which,
+                    taus[which], member, len(members), padded(size), kind, scores.dtype == torch.float32,
+                    scores.is_cuda, part, scaled, bool(rounded), **tile,
                 )  # fmt: skip
             start, at, which = start + padded(size), at + padded(size), which + 1
 
