@@ -153,6 +153,34 @@ def test_compiled_blocks_with_kept_weights_compute_the_same_bits():
     assert checks("compiled", TRITON_INTERPRET="1")["between"] == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [3072, 8576])
+def test_the_kernels_are_compiled_for_an_h200_with_its_conversion_to_fp8(width):
+    """Without a GPU, which only running needs. A row of 8,576 scores is too long to be rounded in one block."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tokenformer.ops.kernels import pattention as kernels
+
+    fixed = {"WIDTH": width, "THETA": "l2_norm_gelu", "EXACT": False, "FAST": True, "PART": "whole"}
+    one = kernels.in_one_block([width])
+    for kernel, backward, special, converts in (
+        (kernels._forward, False, {"SCALE": 8.0}, True),
+        (kernels._backward, True, {"SCALED": True, "ROUNDED": one}, one),
+    ):
+        tile = kernels._tile(width, backward)
+        warps, constants = tile.pop("num_warps"), fixed | special | tile
+        kinds = {"scores": "*bf16", "grads": "*bf16", "slopes": "*bf16", "rounded": "*fp8e4nv", "tau": "fp32"}
+        kinds |= {"out": "*bf16" if backward else "*fp8e4nv"} | dict.fromkeys(constants, "constexpr")
+        kinds |= dict.fromkeys(("totals", "partial", "factors", "scales"), "*fp32")
+        names = [parameter.name for parameter in kernel.params]
+        given = {(names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(kernel, {name: kinds.get(name, "i32") for name in names}, given)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        assert made.asm["cubin"] and ("cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]) == converts
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_kernels_are_what_the_specification_says_over_40_shapes():
     """In bf16 sums of another order move some scores over the edge of a rounding to fp8."""
