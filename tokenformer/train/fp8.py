@@ -76,9 +76,9 @@ def check(config: Config, models: Sequence[ModelConfig], device: torch.device) -
         for layer in range(trunk.layers) if trunk.kind == "tokenformer" else ():
             for which in ("qkv", "proj", "ffn"):
                 fp8.scale_of_theta(trunk.theta, [tau for _, tau in trunk.segments(which, layer)])
-    known = set(shapes(models))
     for shape in [] if isinstance(config.train.fp8, str) else config.train.fp8:
-        have = ", ".join(sorted(known))
+        known = sorted(shapes(models))
+        have = ", ".join(known)
         need(shape in known, f"train.fp8 names '{shape}', which no model of this run has: give some of {have}")
 
 
@@ -117,7 +117,9 @@ def choose(
         gains = {name: bf16 / eight for name, (bf16, eight) in taken.items()}
         chosen = [name for name, gain in gains.items() if gain > 1]
         said = " by measurement (" + ", ".join(f"{name} {gain:.2f} ×" for name, gain in gains.items()) + ")"
-    how = "emulated, which is slower than fp32 and is for checks" if device.type == "cpu" else "by the GPU's fp8 units"
+    tokens = any(isinstance(layers[0], Pattention) for layers, _ in every.values())
+    emulated = device.type == "cpu" or (tokens and backend(torch.empty(0, device=device)) == "reference")
+    how = "emulated, which is slower than fp32 and is for checks" if emulated else "by the GPU's fp8 units"
     say(f"products in fp8, {how}{said}: {', '.join(chosen) or 'none'}; weight gradients and the head stay in bf16")
     if rest := ", ".join(sorted(every.keys() - set(chosen))):
         say(f"not in fp8: {rest} (train.fp8 chooses)")
