@@ -5,6 +5,7 @@ Validation and samples are computed in bf16, as everything that uses the model a
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,12 +49,15 @@ class Products:
 
     def keep(self, layers: Sequence[Pattention], dtype: torch.dtype, centred: bool) -> None:
         """Quantise the weights for all micro-batches of a step."""
-        from tokenformer.ops.kernels import fp8 as kernels
+        quantised, self.centred = compiled_quantiser(self.compiler), centred
+        self.kept = quantised([layer.parts(None) for layer in layers], dtype, centred)
 
-        self.centred, make = centred, kernels.quantised
-        if self.compiler != "none":
-            make = torch.compile(make, backend=self.compiler, dynamic=False)
-        self.kept = make([layer.parts(None) for layer in layers], dtype, centred)
+
+@functools.cache
+def compiled_quantiser(compiler: str) -> Callable[..., list[Tensor]]:
+    from tokenformer.ops.kernels.fp8 import quantised
+
+    return quantised if compiler == "none" else torch.compile(quantised, backend=compiler, dynamic=False)
 
 
 def check(config: Config, models: Sequence[ModelConfig], device: torch.device) -> None:
