@@ -1,12 +1,13 @@
 """A training step (forward, backward, AdamW; bf16, random ids) of our models and of their rivals, in one run.
 
-  python benchmarks/step.py [--cells lm/150m:kernels:16 official:checkpointed:16 …] [--profile FOLDER] [--out FILE]
+  python benchmarks/step.py [--cells lm/150m:kernels:16 … | --fp8] [--profile FOLDER] [--out FILE]
 
 A cell is who:how:samples[:context]. Who: one of our presets (`+4` behind it: in the four segments of the growth
 chain), `official` (the released code's formulation, operation by operation) or `gpt-neox` (transformers' own of 160M).
-How: `kernels` and `reference` (compiled, ours; of a baseline the kernel is that of the loss), `eager`, `checkpointed`
-or `compiled` (rivals). Prints JSON lines and a table; MFU against 989 TFLOP/s, attention counted causally once and,
-beside it, the usual double count.
+How: `kernels`, `fp8` and `reference` (compiled, ours; of a baseline the kernel is that of the loss; fp8 in all shapes,
+weights quantised in the step), `eager`, `checkpointed` or `compiled` (rivals). --fp8: fp8 beside bf16. Prints JSON
+lines and a table; MFU against 989 TFLOP/s of bf16, attention counted causally once and, beside it, the usual double
+count.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from tokenformer.models import LanguageModel
 from tokenformer.models.cost import cost
 from tokenformer.ops import pattention as ops
 from tokenformer.ops.rotary import angles
+from tokenformer.train.fp8 import attach, groups
 
 PEAK = 989e12
 CELLS = [
@@ -48,6 +50,14 @@ CELLS = [
     "grow/1.4b:kernels:16",
     "grow/1.4b+4:kernels:16",
 ]
+FP8 = [
+    f"{preset}:{how}:{samples}"
+    for preset, samples in (
+        ("lm/150m", "16"), ("lm/150m", "64"), ("lm/450m", "16"), ("lm/1.5b", "8"), ("grow/354m", "32"),
+        ("grow/1.4b", "16"), ("grow/1.4b+4", "16"), ("baseline/757m", "8:2048"),
+    )
+    for how in ("kernels", "fp8")
+]  # fmt: skip
 CHAIN = {"qkv_tokens": [576, 1564, 2710, 3770], "proj_tokens": [576, 1564, 2710, 3770]}
 CHAIN["ffn_tokens"] = [4 * n for n in CHAIN["qkv_tokens"]]
 
@@ -185,10 +195,10 @@ def build(who: str, how: str, context: int | None) -> tuple[nn.Module, ModelConf
         return model, c, 6 * sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed_in" not in n)
     else:
         model = Ours(c)
-        ops.CHOICE = (
-            "triton" if how == "kernels" and c.kind == "tokenformer" else "auto" if how == "kernels" else "reference"
-        )
+        ops.CHOICE = "reference" if how == "reference" else "triton" if c.kind == "tokenformer" else "auto"
         for block in model.model.blocks:
+            if how == "fp8":
+                attach(block, [name for name, _ in groups(block)], "inductor")
             block.compile(dynamic=False)
     if how == "compiled":
         model.compile(dynamic=False)
@@ -273,6 +283,7 @@ def commit() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=CELLS)
+    parser.add_argument("--fp8", action="store_const", const=FP8, dest="cells", help="fp8 beside bf16")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--profile", type=Path, help="folder for a table of kernels for each cell")
     parser.add_argument("--out", type=Path)
@@ -286,21 +297,29 @@ def main() -> None:
         print(json.dumps(line))
         return
     for cell in args.cells:
-        how = "(kernels|reference)" if "/" in cell else "(eager|checkpointed|compiled)"
+        how = "(kernels|fp8|reference)" if "/" in cell else "(eager|checkpointed|compiled)"
         if not re.fullmatch(rf"(official|gpt-neox|[^:]+/[^:]+):{how}:\d+(:\d+)?", cell):
             parser.error(f"--cells {cell}: write who:how:samples[:context] as {CELLS[0]} or {CELLS[-1]}")
-    lines = []
+    lines, values = [], {}
     for cell in args.cells:  # each in a process of its own: what one compiled or chose, another would inherit
         command = [sys.executable, __file__, "--one", cell, "--repeats", str(args.repeats)]
         command += ["--profile", str(args.profile)] if args.profile else []
-        lines.append(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+        line = json.loads(
+            subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+        )
+        values[cell] = line.get("value")
+        rival = cell.replace(":fp8:", ":kernels:")
+        if rival != cell and values.get(rival) and values[cell]:
+            line |= {"rival": rival, "rival_value": values[rival], "ratio": round(values[cell] / values[rival], 4)}
+        lines.append(json.dumps(line))
         print(lines[-1], flush=True)
         if args.out:
             args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for line in map(json.loads, lines):
         if "value" in line:
             print(
-                f"{line['model']:36} {line['value']:>9,} tokens/s  {line['mfu']:6.1%}  {line['memory_gb']:6.1f} GB",
+                f"{line['model']:36} {line['value']:>9,} tokens/s  {line['mfu']:6.1%}  {line['memory_gb']:6.1f} GB"
+                + (f"  {line['ratio']:.3f} × bf16" if "ratio" in line else ""),
                 file=sys.stderr,
             )
 

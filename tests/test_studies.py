@@ -38,6 +38,14 @@ def test_the_study_of_adapters():
     assert any(line.startswith("| lora 5 % from books | ") for line in lines)
 
 
+@pytest.mark.slow
+def test_the_study_of_fp8():
+    """Arms that are stopped go on to the same loss, finished ones are not run again, bf16 on a CPU has no noise."""
+    lines = check("experiments/fp8/run.py")
+    assert lines[-1].startswith("all is well: 6 arms, stopped ") and not lines[-1].endswith("stopped 0 times")
+    assert any(line.startswith("| toy | ") for line in lines)
+
+
 def test_the_benchmark_of_adapters():
     """An adapter and LoRA have equally many parameters, and what is frozen is held in bf16 where that is asked for."""
     if importlib.util.find_spec("peft") is None:

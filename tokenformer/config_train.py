@@ -77,8 +77,16 @@ class TrainConfig(Section, section="train"):
     """How a step is computed."""
 
     device: Literal["auto", "cpu", "cuda"] = key("auto: a GPU if there is one", "auto")
-    precision: Literal["bf16", "fp16", "fp32"] = key(
-        "compute type; parameters and optimizer state are fp32 always; fp16 scales the loss", "bf16"
+    precision: Literal["bf16", "fp16", "fp32", "fp8"] = key(
+        "compute type; parameters and optimizer state are fp32 always; fp16 scales the loss; fp8: bf16, with products "
+        "of blocks in fp8 but for weight gradients (GPUs from compute capability 8.9; emulated on a CPU, for checks)",
+        "bf16",
+    )
+    fp8: Literal["auto", "all"] | list[str] = key(
+        "with precision fp8, which products: auto = of shapes that get faster, measured when the run begins (on a CPU "
+        "all); all; or of these shapes, which a run writes to its config.yml so that it resumes with them",
+        "auto",
+        quiet=True,
     )
     clip: float = key("largest norm of the gradient; 0 = no clipping", 1.0, least=0)
     activation_checkpointing: Literal["none", "full", "selective"] = key(
@@ -121,6 +129,10 @@ class TrainConfig(Section, section="train"):
         super().__post_init__()
         scale, least = self.loss_scale, self.loss_scale_min
         need(scale >= least, f"train.loss_scale is {scale}: give a number that is not below loss_scale_min ({least})")
+        need(
+            self.fp8 == "auto" or self.precision == "fp8",
+            f"train.fp8 says what is computed in fp8, but train.precision is {self.precision}: leave one of them out",
+        )
 
 
 @dataclass(frozen=True)

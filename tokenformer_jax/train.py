@@ -49,7 +49,7 @@ from tokenformer_jax.step import State, fresh, train_step
 def check_recipe(c: Config) -> None:
     """Refuse what a run in JAX does not do."""
     refused: dict[str, Any] = {"adapter": c.adapter, "task": c.task not in (None, "language") and c.task}
-    refused |= {"train.precision": c.train.precision == "fp16" and "fp16", "train.ema": c.train.ema}
+    refused |= {"train.precision": c.train.precision in ("fp16", "fp8") and c.train.precision, "train.ema": c.train.ema}
     refused |= {"train.drop_path": c.train.drop_path, "data.images": c.data.images, "log.profile": c.log.profile}
     refused |= {"optimizer.layer_decay": c.optimizer.layer_decay != 1 and c.optimizer.layer_decay}
     for name, value in refused.items():

@@ -106,6 +106,7 @@ RUNS: dict[str, Run] = {
     "grow-pipeline2": run(ODD, GROW, MUON, on=mesh(pipeline=2)),
     "chain-token8": run(CHAIN, on=mesh(token=8)),
     "mixed": run(ONE, MIXED, on=BOTH, dtype="float32"),
+    "mixed-fp8": run(ONE, MIXED, ["train.precision=fp8"], on=mesh(shard=2), dtype="float32"),
     "resume-shard2-shard4": run(LARGE, ODD, MUON, on=mesh(shard=4), since="shard2-muon"),
     "resume-shard2-both": run(LARGE, ODD, MUON, on=BOTH, since="shard2-muon"),
     "resume-token2-hybrid": run(LARGE, ODD, ADAMW, on=mesh(replicate=2, shard=2), since="token2-adamw"),

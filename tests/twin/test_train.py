@@ -183,7 +183,8 @@ def test_two_processes_of_four_devices_compute_what_one_device_computes(config_f
 
 
 def test_what_a_run_in_jax_does_not_do_is_refused_before_anything_is_written(tiny, tmp_path):
-    for setting in ("train.precision=fp16", "train.ema=0.9", "optimizer.layer_decay=0.5", "parallel.pipeline=2"):
+    refused = ("train.precision=fp16", "train.precision=fp8", "train.ema=0.9", "optimizer.layer_decay=0.5")
+    for setting in (*refused, "parallel.pipeline=2"):
         with pytest.raises(UserError, match="in JAX"):
             Trainer(tiny(setting), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ tokenformer info runs/demo
 import argparse
 
 from tokenformer.cli.main import split_settings
-from tokenformer.config import PROJECTIONS, ModelConfig
+from tokenformer.config import PROJECTIONS, Config, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.terminal import table
 
@@ -43,12 +43,28 @@ def model_config(source: list[str]) -> tuple[ModelConfig, list[str]]:
     configs = [name for name in names if name not in weights]
     if configs or not weights:  # beside weights: their own config, as `convert` takes it
         config = read_config(*configs, overrides=overrides)
-        return config.model, [] if isinstance(config.growth, list) else describe(resolve(config)[0])
+        lines = [] if isinstance(config.growth, list) else describe(resolve(config)[0])
+        return config.model, lines + ([] if config.train.precision != "fp8" else in_fp8(config))
     if overrides:
         raise UserError(f"{weights[0]} holds weights, which overrides cannot change: leave {overrides[0]} out")
     if len(weights) > 1:
         raise UserError(f"{weights[1]} is a second model: give one at a time")
     return Opened(weights[0], locate(weights[0], values=False)).config, []
+
+
+def in_fp8(config: Config) -> list[str]:
+    """Return what a training step has in fp8. Refuse what it cannot have."""
+    from torch import device
+
+    from tokenformer.models.cost import cost
+    from tokenformer.train import fp8
+
+    fp8.check(config, [config.model], device("cpu"))
+    shapes = ", ".join(sorted(fp8.shapes([config.model])))
+    if config.model.trunks:
+        return [f"in training, products in fp8 of at most: {shapes}"]
+    share = 2 / 3 * cost(config.model).product_share(config.model.length)  # gradients of weights are the third
+    return [f"in training, products in fp8 of at most: {shapes}; {share:.0%} of a step's FLOPs, the rest is bf16"]
 
 
 def parse_length(text: str) -> int:

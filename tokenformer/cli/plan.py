@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenformer.parallel.failures import describe as describe_failures
     from tokenformer.parallel.failures import mean_hours
     from tokenformer.parallel.hardware import read_hardware
+    from tokenformer.train import fp8
     from tokenformer.train.run import with_batch_sizes
 
     hours = mean_hours(args.failures) if args.failures else None
@@ -66,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if stages:
         print(f"planned for the model after its {len(stages)} growths")
     config = dataclasses.replace(config, model=grown, growth=[])
+    if config.train.precision == "fp8":
+        print(*fp8.planned(config, hardware), sep="\n")
     asked = {s.partition("=")[0] for s in given}
     every = dataclasses.asdict(config.parallel) | dataclasses.asdict(config.train) | {"micro_batch": config.micro_batch}
     fixed = {name: every[name] for name, key in SEARCHED.items() if key in asked}

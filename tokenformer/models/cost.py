@@ -42,6 +42,10 @@ class Cost:
         """Forward, of a whole sample: a sequence of this context, an image of so many positions."""
         return length * (self.parameter_flops + self.token_flops(length)) + self.end_flops
 
+    def product_share(self, length: int) -> float:
+        """The share of a sample's FLOPs that are products with the blocks' parameters."""
+        return length * 2 * self.matmul_parameters / self.sample_flops(length)
+
     def cache_bytes(self, width: int = 2) -> int:
         return width * self.cache_values
 

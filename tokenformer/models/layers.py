@@ -93,6 +93,7 @@ class Pattention(CheckedOnLoad):
     """
 
     checked = ("theta", "switch")
+    fp8: Any = None  # `Products` of train/fp8.py: they compute this layer where gradients are wanted
 
     def __init__(
         self,
@@ -176,12 +177,26 @@ def _whole(number: Any) -> int:
 class Linear(nn.Linear):
     """A linear layer, without bias unless asked for, that computes in the type of its input."""
 
+    fp8: Any = None  # as of Pattention
+
     def __init__(self, d_in: int, d_out: int, bias: bool = False) -> None:
         super().__init__(d_in, d_out, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = self.bias if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.weight.to(input.dtype), bias)
+        return _linear(input, self.weight, self.bias, _in_fp8(self))
+
+
+def _in_fp8(layer: Any) -> Any:
+    """What computes a layer in fp8, or None: without gradients a model computes what it will after training."""
+    return layer.fp8 if torch.is_grad_enabled() else None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Any) -> Tensor:
+    weight, bias = weight.to(x.dtype), bias if bias is None else bias.to(x.dtype)
+    if fp8 is None:
+        return F.linear(x, weight, bias)
+    out = fp8.linear(x, weight)
+    return out if bias is None else out + bias
 
 
 def look_up(embedding: nn.Module, ids: Any, vocab: int) -> Tensor:
@@ -255,8 +270,8 @@ def project(
         return _with_switches(x, tokens, switches)
     weights = [layer.weight for layer in layers if isinstance(layer, Linear)]
     biases: list[Tensor] = [layer.bias for layer in layers if isinstance(layer, Linear) and layer.bias is not None]
-    bias = torch.cat(biases).to(x.dtype) if biases else None
-    return F.linear(x, torch.cat(weights).to(x.dtype), bias).split([len(w) for w in weights], dim=-1)
+    bias = torch.cat(biases) if biases else None
+    return _linear(x, torch.cat(weights), bias, _in_fp8(layers[0])).split([len(w) for w in weights], dim=-1)
 
 
 class Norm(nn.Module):
@@ -290,7 +305,9 @@ def call_layer(layer: nn.Module, x: Tensor, switches: Mapping[str, Tensor] | Non
 
 def _with_switches(x: Tensor, layers: Sequence[Pattention], switches: Mapping[str, Tensor] | None) -> list[Tensor]:
     """Several Pattentions of one input, with the same switches. A segment whose switch is absent is not computed."""
-    names, theta = layers[0].switch, layers[0].theta
+    names, theta, fp8 = layers[0].switch, layers[0].theta, _in_fp8(layers[0])
+    if fp8 is not None:  # which is refused where there are switches
+        return fp8.pattention(x, [layer.parts(x.dtype) for layer in layers], theta)
     if "" in names:
         outputs = pattention_group(x, [layer.parts(x.dtype) for layer in layers], theta=theta)
     else:

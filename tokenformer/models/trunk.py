@@ -164,13 +164,14 @@ class Block(nn.Module):
         layers = cast(Sequence[Pattention], (a.query, a.key, a.value, a.proj, self.ffn))
         query, key, value, proj, ffn = (layer.parts(None) for layer in layers)
         rotary = (None, None, 0) if view.rotary is None else (*(t.flatten(0, -2) for t in view.rotary), a.head_dim)
-        *qkv, x = fused(x, [query, key, value], theta, centred=True, onto="fork", rotary=rotary)
+        first, second, third = (layer.fp8.fused if layer.fp8 else fused for layer in (layers[0], *layers[3:]))
+        *qkv, x = first(x, [query, key, value], theta, centred=True, onto="fork", rotary=rotary)
         seen = a.attend(qkv, view._replace(rotary=None))
         if view.drop is None:
-            (x,) = fused(seen, [proj], theta, onto="residual", residual=x)
-            return fused(x, [ffn], theta, centred=True, onto="input")[0]
-        x = x + fused(seen, [proj], theta)[0] * per_sample(view.drop[0], x)
-        return x + fused(x, [ffn], theta, centred=True)[0] * per_sample(view.drop[1], x)
+            (x,) = second(seen, [proj], theta, onto="residual", residual=x)
+            return third(x, [ffn], theta, centred=True, onto="input")[0]
+        x = x + second(seen, [proj], theta)[0] * per_sample(view.drop[0], x)
+        return x + third(x, [ffn], theta, centred=True)[0] * per_sample(view.drop[1], x)
 
 
 class Trunk(CheckedOnLoad):

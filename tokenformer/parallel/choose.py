@@ -50,8 +50,9 @@ def layouts(cut: Cut, gpus: int, per_node: int, fixed: Mapping[str, Any]) -> Ite
     def divisors(n: int, most: int, name: str) -> list[int]:
         return [i for i in range(1, min(n, most) + 1) if n % i == 0 and fixed.get(name, i) == i]
 
+    most = 1 if cut.config.train.precision == "fp8" else per_node  # token ranks have no products in fp8
     deepest = cut.model.layers if gpus > per_node or "pipeline" in fixed else 1
-    for token in divisors(gpus, per_node, "token"):
+    for token in divisors(gpus, most, "token"):
         for pipeline in divisors(gpus // token, deepest, "pipeline"):
             for shard in divisors(gpus // token // pipeline, gpus, "shard"):
                 d = Degrees(pipeline, gpus // token // pipeline // shard, shard, token)

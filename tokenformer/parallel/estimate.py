@@ -81,7 +81,8 @@ def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
     if d.shard > 1:
         copies = c * (2 * block if config.parallel.reshard_after_forward else sum(sizes)) + 4 * (block + 2 * rest)
     else:
-        copies = 0 if c == 4 else c * (block if full else sum(sizes))
+        through = t.precision == "fp8" and steps > 1 and d.world == 1  # both layouts in fp8, quantised once per step
+        copies = 0 if c == 4 else c * (block if full and not through else sum(sizes))
     last = pipeline == d.pipeline - 1
     read, wide = (micro, model.classes) if model.of == "image" else (rows, model.vocab)  # by the head, and its rows
     head = last * wide * model.dim / d.token  # in the compute type, with its gradient

@@ -25,6 +25,7 @@ class Hardware(Section, section="hardware"):
     call: float = key("microseconds of a collective before anything is sent", 14.0, least=0)
     link_latency: float = key("microseconds of each hop inside a node", 1.9, least=0)
     network_latency: float = key("microseconds of each hop between nodes", 4.0, least=0)
+    fp8: float = key("how much faster than in bf16 a product is in fp8; 1: there is no fp8", 1.6, least=1)
     reached: float = key("share of tflops that the computation reaches", 0.5, above=0, most=1)
     overlap: float = key("share of its time that communication beside computation does not cost", 0.9, least=0, most=1)
     wire: float = key("share of link, network and memory_speed that is reached", 0.8, above=0, most=1)
@@ -35,9 +36,9 @@ class Hardware(Section, section="hardware"):
 # adapter per GPU, as in NVIDIA's DGX: 200 Gbit/s for A100, 400 for the others. Latencies are those by which NCCL
 # chooses between rings and trees (baseLatencies and hwLatencies of its tuning, protocol LL128). `reached`: 45 to 52 %
 # were measured on one H200 (benchmarks/results/step). `wire`: NCCL counts with 360 of an H100's 450 GB/s. `overlap` is
-# a guess.
+# a guess. `fp8`: 1.56 to 1.89 were measured for products alone on one H200, through seconds; in a step it was not.
 PRESETS = {
-    "a100": Hardware(tflops=312, memory=80, memory_speed=2039, link=300, network=25),
+    "a100": Hardware(tflops=312, memory=80, memory_speed=2039, link=300, network=25, fp8=1),
     "h100": Hardware(),
     "h200": Hardware(memory=141, memory_speed=4800),
     "b200": Hardware(tflops=2250, memory=180, memory_speed=8000, link=900),

@@ -50,10 +50,11 @@ def times(cut: Cut, d: Degrees, h: Hardware, sent: Mapping[str, int]) -> dict[st
     _, steps = cut.batches(d)
     layers = math.ceil(model.layers / d.pipeline)
     forward, uneven = _forward(cut, d, h)
-    full = config.train.activation_checkpointing == "full"
-    backward = forward * (3 if full else 2)
+    full, saved = config.train.activation_checkpointing == "full", forward * _saved_by_fp8(cut, h)
+    forward, backward = forward - saved, forward * (3 if full else 2) - saved * (1 + full)
     found = defaultdict[str, float](float)
-    found["compute"], found["uneven"] = (3 * steps * forward * share for share in (1 / uneven, 1 - 1 / uneven))
+    computed = steps * (forward + backward - full * forward)
+    found["compute"], found["uneven"] = (computed * share for share in (1 / uneven, 1 - 1 / uneven))
     found["recompute"] = full * steps * forward
     whole = cut.numbers(d)
     found["weights"] = steps * TOUCHED * whole / (h.memory_speed * h.wire * 1e9)
@@ -90,6 +91,16 @@ def _forward(cut: Cut, d: Degrees, h: Hardware) -> tuple[float, float]:
     last = math.ceil(model.layers / d.pipeline) * (whole - head) / model.layers + head  # the last stage has most
     rate = h.tflops * h.reached * 1e12 * (1 - NARROW) ** math.log2(d.token)
     return micro * last / d.token / rate, last * d.pipeline / whole
+
+
+def _saved_by_fp8(cut: Cut, h: Hardware) -> float:
+    """Return the share of a forward pass's time that fp8 saves if all shapes use it. It saves as much of a backward
+    pass, whose other half, the gradients of weights, stays in bf16.
+    """
+    if cut.config.train.precision != "fp8":
+        return 0.0
+    counted = cut.remember("cost", lambda: cost(cut.model))
+    return counted.product_share(cut.model.length) * (1 - 1 / h.fp8)
 
 
 def _sharding(

@@ -24,7 +24,7 @@ from tokenformer.parallel.pipeline import layers_of
 from tokenformer.parallel.tokens import token_splits
 from tokenformer.strict import need
 
-WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
+WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # of what flows between products and ranks
 TIMES = {"qkv": 3, "proj": 1, "ffn": 1}  # Pattentions of a block
 
 Part = dict[Name, Split]  # parameters, as the token degree splits them

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tokenformer.config import PROJECTIONS, ModelConfig
 from tokenformer.config_train import TrainConfig
 from tokenformer.errors import UserError
+from tokenformer.train import fp8
 
 ATEN = torch.ops.aten
 # What `selective` keeps: products and attention. Norms, Θ and rotations are cheap and are recomputed.
@@ -19,6 +20,7 @@ KEEP = {
     ATEN.mm.default,
     ATEN.bmm.default,
     ATEN.addmm.default,
+    ATEN._scaled_mm.default,
     ATEN._scaled_dot_product_flash_attention.default,
     ATEN._scaled_dot_product_efficient_attention.default,
     ATEN._scaled_dot_product_cudnn_attention.default,
@@ -63,12 +65,14 @@ def _different_blocks(trunk: ModelConfig) -> int:
 
 
 def wrap(block: nn.Module, config: TrainConfig, compiler: str) -> None:
-    """Compile a block and recompute its activations in the backward pass, as the config says.
+    """Compile a block, recompute its activations in the backward pass, compute in fp8, as the config says.
 
     The compiler sees what `selective` recomputes. `full` recomputes the compiled block as a whole: inside, PyTorch
     before 2.12 would keep what our operators save.
     """
     full = config.activation_checkpointing == "full"
+    if config.precision == "fp8":
+        fp8.attach(block, config.fp8, compiler)
     if config.activation_checkpointing == "selective":
         recompute(block, selective=True)
     if compiler != "none" and full:

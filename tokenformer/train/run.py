@@ -17,17 +17,18 @@ ELSEWHERE = "give another --out"
 OWN = {*".lock config.yml environment.json metrics.jsonl log trace.json checkpoints samples tensorboard wandb".split()}
 
 
-def with_batch_sizes(config: Config, world: int, pipeline: int = 1) -> Config:
+def with_batch_sizes(config: Config, world: int, pipeline: int = 1, before: Config | None = None) -> Config:
     """Return the config with `batch` and `micro_batch` as numbers that divide.
 
-    `world` ranks have a share of the batch each; the micro-batches of a share go through `pipeline` ranks.
+    `world` ranks have a share of the batch each; the micro-batches of a share go through `pipeline` ranks. A run that
+    goes on keeps the batch that it had `before`.
 
     >>> from tokenformer.config import load
     >>> config = with_batch_sizes(load("lm/150m", overrides=["batch=12", "micro_batch=2"]), world=3)
     >>> config.batch, config.micro_batch
     (12, 2)
     """
-    batch, micro = config.batch, config.micro_batch
+    batch, micro = before.batch if before and config.batch is None else config.batch, config.micro_batch
     if batch is None:
         if micro is None or config.accumulation is None:
             if config.start:

@@ -36,7 +36,7 @@ from tokenformer.ops import pattention
 from tokenformer.parallel.mesh import Place, check
 from tokenformer.parallel.parallelize import Build, Parallelizer
 from tokenformer.strict import to_yaml
-from tokenformer.train import adapting, checkpoint, freezing, growing, loggers
+from tokenformer.train import adapting, checkpoint, fp8, freezing, growing, loggers
 from tokenformer.train.average import Average
 from tokenformer.train.caption import CaptionTask
 from tokenformer.train.checkpoint import CheckpointFailed, Checkpoints
@@ -56,7 +56,7 @@ from tokenformer.train.signals import caught_signals
 from tokenformer.train.start import first_values
 from tokenformer.train.task import Task
 
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None, "fp8": torch.bfloat16}
 TASKS: dict[str, type[Task]] = {"language": LanguageTask, "classify": ClassifyTask, "pair": PairTask}
 TASKS |= {"caption": CaptionTask, "draw": DrawTask}
 SHARES = ("top1", "top5", "image_to_text_r1", "text_to_image_r1")  # what a validation prints, where a task measures it
@@ -123,6 +123,7 @@ class Trainer:
             first, history, said = first_values(c, self.build_model, self.task.files())
             self.said += said
         self.place.start(self.device)  # so far every rank checked for itself; from here on they communicate
+        c = self.config = fp8.choose(c, self.chain, self.device, self.compiler, self.place, self.said.append)
         torch.manual_seed(c.seed)
         if self.compiler != "none":
             allow_compilations(self.chain[done:])
@@ -157,9 +158,8 @@ class Trainer:
             self.config, self.base = adapting.find_base(self.config, self.config.adapter)
         before = earlier(self.folder, self.resuming)
         self.steps_before = before.steps if before else None
-        if before is not None and self.config.batch is None:
-            self.config = dataclasses.replace(self.config, batch=before.batch)
-        self.config = with_batch_sizes(self.config, self.place.data_world, self.place.degrees.pipeline)
+        self.config = fp8.as_before(self.config, before)
+        self.config = with_batch_sizes(self.config, self.place.data_world, self.place.degrees.pipeline, before)
         self.changes = [] if before is None else changes(self.folder, before, self.config)
         self.seen, self.found = all_steps(self.folder), Found(None, [], [])
         self.device = self.place.device(pick_device(self.config.train.device, "train.device="))
@@ -184,6 +184,7 @@ class Trainer:
                 "average is not kept for stages of a pipeline: leave one of them out"
             )
         freezing.check(self.config, self.stages)
+        fp8.check(self.config, self.chain, self.device)
         for model in self.chain[len(self.grown.steps) :]:  # this one and those to come
             check(model, self.place.degrees, self.config.parallel)
         known = self.build_model is build_model and not self.base and not self.config.model.trunks
@@ -330,6 +331,7 @@ class Trainer:
         """
         expected = self.task.units_per_step
         scale = self.guard.scale / expected
+        fp8.keep_weights(self.model, self.config, self.place.alone)
         total, count = self.task.gradients(self.model, self.batches, scale, self.layout.pipeline)
         total, count = self.place.sum(torch.stack([total, count]))
         self.layout.collect_gradients()

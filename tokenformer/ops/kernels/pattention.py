@@ -67,9 +67,9 @@ def _rate(total, tau, THETA: tl.constexpr):
 def _forward(
     scores, out, totals, count, W, S, start, apart, size, which, between, many, tau,
     WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, PART: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Θ of ROWS rows of one segment, and their statistic (the sum; of softmax its logarithm).
+    """Θ, times SCALE, of ROWS rows of one segment, and their statistic (the sum; of softmax its logarithm).
 
     PART: "whole", or one half of it, where other ranks hold more of the segment: "sums" writes the statistic alone,
     "rest" reads that of all ranks and writes Θ.
@@ -122,7 +122,7 @@ def _forward(
                 p *= rate
             else:
                 p, _ = _gelu(a * rate, EXACT, FAST)
-            tl.store(to + first, p.to(out.dtype.element_ty), mask=inside)
+            tl.store(to + first, (p * SCALE).to(out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -149,14 +149,24 @@ def _theta(a, g, total, rate, tau, counts, THETA: tl.constexpr, EXACT: tl.conste
 
 
 @jit
+def _scale(peak):
+    """`scale_of` of ops/fp8.py, from the largest number of each row."""
+    exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> 23, 127 - 53), 127 + 67)
+    scale = ((127 + 7 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(peak < float("inf"), scale, float("nan"))
+
+
+@jit
 def _backward(
-    scores, grads, totals, partial, out, slopes, count, W, G, S, start, at, size, which, tau,
-    WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, PART: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    scores, grads, totals, partial, factors, out, slopes, rounded, scales, count, W, G, S, start, at, size, which, tau,
+    member, M, WIDTH: tl.constexpr, THETA: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, PART: tl.constexpr,
+    SCALED: tl.constexpr, ROUNDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of Θ compute that of the scores, and recompute Θ itself.
 
-    PART: as in `_forward`; "sums" writes each row's sum to `partial`, "rest" reads it there.
+    PART: as in `_forward`; "sums" writes each row's sum to `partial`, "rest" reads it there. SCALED: the gradient given
+    is to be multiplied by a factor per row and member. ROUNDED: that of the scores, a row of one block, is written in
+    fp8 too, with the scale of each row.
     """
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
@@ -166,8 +176,11 @@ def _backward(
     total = tl.load(totals + rows * S + which, mask=rows < count, other=0.0)[:, None]
     rate = _rate(total, tau, THETA)
     mine = here & (cols[None, :] < WIDTH)
+    unit = 1.0
+    if SCALED:
+        unit = tl.load(factors + rows * M + member, mask=rows < count, other=0.0)[:, None]
     a = tl.load(scores + place, mask=mine, other=0.0).to(tl.float32)
-    g = tl.load(given, mask=mine, other=0.0).to(tl.float32)
+    g = tl.load(given, mask=mine, other=0.0).to(tl.float32) * unit
     sums = tl.zeros((ROWS,), tl.float32)
     p, summed, own, share, factor = _theta(a, g, total, rate, tau, cols[None, :] < size, THETA, EXACT, FAST)
     if PART == "rest":
@@ -178,7 +191,7 @@ def _backward(
         for first in range(0, WIDTH, BLOCK):
             inside = here & (first + cols[None, :] < WIDTH)
             a = tl.load(scores + place + first, mask=inside, other=0.0).to(tl.float32)
-            g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32)
+            g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32) * unit
             p, summed, own, share, factor = _theta(
                 a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
             )
@@ -191,12 +204,18 @@ def _backward(
             inside = here & (first + cols[None, :] < WIDTH)
             if BLOCK < WIDTH:
                 a = tl.load(scores + place + first, mask=inside, other=0.0).to(tl.float32)
-                g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32)
+                g = tl.load(given + first, mask=inside, other=0.0).to(tl.float32) * unit
                 p, summed, own, share, factor = _theta(
                     a, g, total, rate, tau, first + cols[None, :] < size, THETA, EXACT, FAST
                 )
             tl.store(out + place + first, p.to(out.dtype.element_ty), mask=inside)
-            tl.store(slopes + place + first, ((own - share * sums) * factor).to(slopes.dtype.element_ty), mask=inside)
+            slope = ((own - share * sums) * factor).to(slopes.dtype.element_ty)
+            tl.store(slopes + place + first, slope, mask=inside)
+            if ROUNDED:
+                wide = slope.to(tl.float32)
+                scale = _scale(tl.max(tl.abs(wide), 1))
+                tl.store(rounded + place, (wide * scale[:, None]).to(rounded.dtype.element_ty), mask=inside)
+                tl.store(scales + rows, scale, mask=rows < count)
 
 
 def padded(size: int) -> int:
@@ -222,7 +241,14 @@ def _tile(width: int, backward: bool) -> dict[str, int]:
     return {"ROWS": 1, "BLOCK": block if width <= whole else 2048 if backward else 8192, "num_warps": 8}
 
 
-def _launch_forward(scores: Tensor, out: Tensor, totals: Tensor, layout: tuple, part: str) -> None:
+def in_one_block(sizes: Sequence[int]) -> bool:
+    """Whether a program of `_backward` has a whole row of scores at once."""
+    return len(sizes) == 1 and _tile(padded(sizes[0]), backward=True)["BLOCK"] >= padded(sizes[0])
+
+
+def launch_forward(
+    scores: Tensor, out: Tensor, totals: Tensor, layout: tuple, part: str = "whole", scale: float = 1.0
+) -> None:
     sizes, members, taus, kind = layout
     (rows, width), count = scores.shape, len(sizes)
     each = count // len(members)
@@ -233,37 +259,44 @@ def _launch_forward(scores: Tensor, out: Tensor, totals: Tensor, layout: tuple, 
         if rows and size:  # of segments that stay whole, other ranks hold some
             _forward[(triton.cdiv(rows, tile["ROWS"]) * many,)](
                 scores, out, totals, rows, width, count, start, width // many, size, i, each, many, taus[i],
-                padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, part, **tile,
+                padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, part, scale, **tile,
             )  # fmt: skip
         start += padded(size)
 
 
-def _launch_backward(
+def launch_backward(
     grads: Sequence[Tensor],
     scores: Tensor,
     totals: Tensor,
     sums: Tensor,
     new: Sequence[Tensor],
     layout: tuple,
-    part: str,
+    part: str = "whole",
+    factors: Tensor | None = None,
+    rounded: Sequence[Tensor] = (),
 ) -> None:
-    """`new`: where Θ and the gradient of the scores are written."""
+    """`new`: where Θ and the gradient of the scores are written. `factors` and `rounded` (the gradient in fp8, scales):
+    see SCALED and ROUNDED of `_backward`.
+    """
     sizes, members, taus, kind = layout
     (rows, width), start, which = scores.shape, 0, 0
-    for grad, segments in zip(grads, members, strict=True):
+    scaled, factors = factors is not None, totals if factors is None else factors
+    more = (factors, *new, *(rounded or (totals, totals)))
+    for member, (grad, segments) in enumerate(zip(grads, members, strict=True)):
         at = 0
         for _ in range(segments):
             size = sizes[which]
             tile = _tile(padded(size), backward=True)
             if rows and size:
                 _backward[(triton.cdiv(rows, tile["ROWS"]),)](
-                    scores, grad, totals, sums, *new, rows, width, grad.shape[1], len(sizes), start, at, size, which,
-                    taus[which], padded(size), kind, scores.dtype == torch.float32, scores.is_cuda, part, **tile,
+                    scores, grad, totals, sums, *more, rows, width, grad.shape[1], len(sizes), start, at, size, which,
+                    taus[which], member, len(members), padded(size), kind, scores.dtype == torch.float32,
+                    scores.is_cuda, part, scaled, bool(rounded), **tile,
                 )  # fmt: skip
             start, at, which = start + padded(size), at + padded(size), which + 1
 
 
-def _per_segment(scores: Tensor, sizes: Sequence[int]) -> Tensor:
+def per_segment(scores: Tensor, sizes: Sequence[int]) -> Tensor:
     return scores.new_empty(scores.shape[0], len(sizes), dtype=torch.float32)
 
 
@@ -281,22 +314,22 @@ torch.library.define("tokenformer::theta_backward_rest", f"({GIVEN}, Tensor sums
 @torch.library.impl("tokenformer::theta", ("cuda", "cpu"))
 def theta(scores: Tensor, *layout: Any) -> tuple[Tensor, Tensor]:
     """Θ of scores (T, W), and the statistics (T, S) of their rows. `layout`: sizes, members, taus, kind."""
-    out, totals = torch.empty_like(scores), _per_segment(scores, layout[0])
-    _launch_forward(scores, out, totals, layout, "whole")
+    out, totals = torch.empty_like(scores), per_segment(scores, layout[0])
+    launch_forward(scores, out, totals, layout)
     return out, totals
 
 
 @torch.library.impl("tokenformer::theta_sums", ("cuda", "cpu"))
 def theta_sums(scores: Tensor, *layout: Any) -> Tensor:
-    totals = _per_segment(scores, layout[0]).fill_(-torch.inf if layout[3] == "softmax" else 0)  # of no tokens
-    _launch_forward(scores, scores, totals, layout, "sums")
+    totals = per_segment(scores, layout[0]).fill_(-torch.inf if layout[3] == "softmax" else 0)  # of no tokens
+    launch_forward(scores, scores, totals, layout, "sums")
     return totals
 
 
 @torch.library.impl("tokenformer::theta_rest", ("cuda", "cpu"))
 def theta_rest(scores: Tensor, totals: Tensor, *layout: Any) -> Tensor:
     out = torch.empty_like(scores)
-    _launch_forward(scores, out, totals, layout, "rest")
+    launch_forward(scores, out, totals, layout, "rest")
     return out
 
 
@@ -304,14 +337,14 @@ def theta_rest(scores: Tensor, totals: Tensor, *layout: Any) -> Tensor:
 def theta_backward(grads: Sequence[Tensor], scores: Tensor, totals: Tensor, *layout: Any) -> tuple[Tensor, Tensor]:
     """From each member's gradient of Θ compute that of the scores, and recompute Θ (T, W)."""
     out, slopes = torch.empty_like(scores), torch.empty_like(scores)
-    _launch_backward(grads, scores, totals, totals, (out, slopes), layout, "whole")
+    launch_backward(grads, scores, totals, totals, (out, slopes), layout)
     return out, slopes
 
 
 @torch.library.impl("tokenformer::theta_backward_sums", ("cuda", "cpu"))
 def theta_backward_sums(grads: Sequence[Tensor], scores: Tensor, totals: Tensor, *layout: Any) -> Tensor:
     sums = torch.zeros_like(totals)
-    _launch_backward(grads, scores, totals, sums, (scores, scores), layout, "sums")
+    launch_backward(grads, scores, totals, sums, (scores, scores), layout, "sums")
     return sums
 
 
@@ -320,7 +353,7 @@ def theta_backward_rest(
     grads: Sequence[Tensor], scores: Tensor, totals: Tensor, sums: Tensor, *layout: Any
 ) -> tuple[Tensor, Tensor]:
     out, slopes = torch.empty_like(scores), torch.empty_like(scores)
-    _launch_backward(grads, scores, totals, sums, (out, slopes), layout, "rest")
+    launch_backward(grads, scores, totals, sums, (out, slopes), layout, "rest")
     return out, slopes
 
 
@@ -329,8 +362,8 @@ def _like_scores(grads: Any, scores: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
 
 fake = torch.library.register_fake
-fake("tokenformer::theta", lambda scores, sizes, *_: (torch.empty_like(scores), _per_segment(scores, sizes)))
-fake("tokenformer::theta_sums", lambda scores, sizes, *_: _per_segment(scores, sizes))
+fake("tokenformer::theta", lambda scores, sizes, *_: (torch.empty_like(scores), per_segment(scores, sizes)))
+fake("tokenformer::theta_sums", lambda scores, sizes, *_: per_segment(scores, sizes))
 fake("tokenformer::theta_rest", lambda scores, *_: torch.empty_like(scores))
 fake("tokenformer::theta_backward", _like_scores)
 fake("tokenformer::theta_backward_sums", lambda grads, scores, totals, *_: torch.empty_like(totals))
