@@ -11,6 +11,7 @@ from tokenformer.config import LayerOverride
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.kernel_step import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
+from tokenformer.infer.quantised import rounded
 from tokenformer.models import LanguageModel
 
 PARTS = {"apart": True, "pdl": False, "one_rows": 8, "one_words": 32, "value_rows": 32}
@@ -53,12 +54,15 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def step_error(model: LanguageModel, lengths: list[int], tuning: Tuning) -> float:
-    """The largest error of logits and cache over two steps of rows at different positions."""
+def step_error(model: LanguageModel, lengths: list[int], tuning: Tuning, fp8: bool = False) -> float:
+    """The largest error of logits and cache over two steps of rows at different positions. `fp8`: of weights in 8 bits,
+    against the model that was rounded to them.
+    """
+    model = rounded(model) if fp8 else model
     packed = Packed(model)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(96, (n,), generator=draw).tolist() for n in lengths]
-    step = FusedModel(model, packed.dtype).step(len(lengths), tuning)
+    step = FusedModel(model, packed.dtype, fp8).step(len(lengths), tuning)
     assert step is not None
     ours, theirs = prefilled(packed, prompts), prefilled(packed, prompts)
     positions = torch.tensor(lengths, device=packed.device)
@@ -186,6 +190,9 @@ if __name__ == "__main__":
     for shape in SHAPES:
         results[f"{shape}, 3 rows"] = step_error(model_of(shape, layers=1), [5, 1, 12], SMALL)
     results["layers of two shapes"] = step_error(model_of("segments", layers=2, **UNEVEN), [9], SMALL)
+    for lengths in ([9], [5, 1]):  # a vocabulary of no whole tiles
+        uneven = model_of("segments", layers=1, qkv_tokens=[20, 9], ffn_tokens=[40, 3], vocab=100)
+        results[f"fp8, {len(lengths)} rows"] = step_error(uneven, lengths, SMALL, fp8=True)
     results["prefill"] = prefill_error(model_of("segments", layers=1))
     results["greedy"] = greedy_error()
     results["zeros"] = zeros_error()

@@ -20,6 +20,8 @@ CASES = {
     "one segment, 3 rows": 2e-5,
     "segments, 3 rows": 2e-5,
     "layers of two shapes": 2e-5,
+    "fp8, 1 rows": 1e-5,
+    "fp8, 2 rows": 1e-5,
     "prefill": 2e-5,
     "greedy": 1e-9,
     "zeros": 2e-5,
@@ -48,7 +50,7 @@ def test_in_the_interpreter_a_fused_step_is_the_reference_step(errors):
 
 
 TYPES = {  # of the arguments that are not constants
-    "*fp32": "tau cos sin raw stat part qkv",
+    "*fp32": "tau cos sin raw stat part qkv scales row_scale key_scale value_scale",
     "*bf16": "g copy",
     "*i32": "bounds counter",
     "*i64": "positions",
@@ -57,22 +59,31 @@ TYPES = {  # of the arguments that are not constants
 }
 ONE = {"x": "*fp32", "score": "*fp32", "keys": "*i32", "values": "*i32", "out": "*fp32"}
 MANY = {"x": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16"}
-PIECES = {"R": 8, "BK": 128, "EVEN": True, "DEPTH": 18, "KIND": "bf16", "PDL": True}
+EIGHT = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
+PIECES = {"R": 8, "BK": 128, "EVEN": True, "DEPTH": 18, "KIND": "bf16", "CENTRED": False, "PDL": True}
+OUT = {"N": 1536, "SEGMENTS": 2, "ADD": True}
 DOT = {"ROWS": 64, "BK": 128, "BB": 32, "PRECISION": "tf32", "PDL": True}
+SCORES = {"D": 1536, "N": 1536, "PARTS": 32, "SEGMENTS": 2, "HALF": 0}
+SUMS = {"N": 6144, "E": 1536, "SPLIT": 5, "ADD": True, "EVEN": True}
 HEAD = {"H": 16, "C": 96, "CP": 128, "HALF": 12, "BS": 32, "SPLIT": 1, "STAGES": 3, "PRECISION": "tf32", "PDL": True}
 KERNELS: dict[str, tuple[str, dict, dict]] = {  # name → kernel, types, constants
-    "scores of one row": ("_scores_one", ONE, {**PIECES, "PER": 24, "K": 768}),
+    "scores of one row": ("_scores_one", ONE, {**PIECES, "PER": 24, "K": 768, "key_scale": None}),
     "scores of one row in fp32": (
-        "_scores_one", ONE | {"keys": "*fp32"}, {**PIECES, "PER": 24, "K": 1536, "EVEN": False, "KIND": "fp32"},
+        "_scores_one", ONE | {"keys": "*fp32"},
+        {**PIECES, "PER": 24, "K": 1536, "EVEN": False, "KIND": "fp32", "key_scale": None},
     ),
+    "scores of one row in fp8": ("_scores_one", ONE, {**PIECES, "PER": 48, "K": 384, "KIND": "fp8", "CENTRED": True}),
     "outputs of one row": (
-        "_values_one", ONE, {**PIECES, "PER": 24, "K": 768, "N": 1536, "SEGMENTS": 2, "ADD": True},
+        "_values_one", ONE, {**PIECES, **OUT, "PER": 24, "K": 768, "value_scale": None},
     ),
-    "scores of several rows": (
-        "_scores", MANY, {**DOT, "D": 1536, "N": 1536, "PARTS": 32, "SEGMENTS": 2, "HALF": 0},
-    ),
-    "outputs of several rows": (
-        "_values", MANY | {"out": "*fp32"}, {**DOT, "N": 6144, "E": 1536, "SPLIT": 5, "ADD": True},
+    "outputs of one row in fp8": ("_values_one", ONE, {**PIECES, **OUT, "PER": 48, "K": 384, "KIND": "fp8"}),
+    "scores of several rows": ("_scores", MANY, {**DOT, **SCORES, "scales": None}),
+    "scores of several rows in fp8": ("_scores", MANY | EIGHT, {**DOT, **SCORES}),
+    "outputs of several rows": ("_values", MANY | {"out": "*fp32"}, {**DOT, **SUMS, "row_scale": None}),
+    "outputs of several rows in fp8": ("_values", MANY | EIGHT | {"out": "*fp32"}, {**DOT, **SUMS, "row_scale": None}),
+    "the head of several rows in fp8": (
+        "_values", MANY | EIGHT | {"out": "*fp32"},
+        {**DOT, **SUMS, "E": 50300, "SPLIT": 1, "ADD": False, "EVEN": False},
     ),
     "attention": ("_attention", MANY, HEAD),
     "attention in parts": ("_attention", MANY, {**HEAD, "SPLIT": 8, "STAGES": 1}),
@@ -90,8 +101,9 @@ def test_the_kernels_compile_for_hopper_as_they_are_meant(name):
 
     from tokenformer.ops.kernels import decode, decode_one
 
-    called, own, constants = KERNELS[name]
+    called, own, given = KERNELS[name]
     kernel = getattr(decode_one if called.endswith("_one") else decode, called)
+    constants = {n: value for n, value in given.items() if n in kernel.arg_names}
     types = {n: t for t, names in TYPES.items() for n in names.split()} | own
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
@@ -131,7 +143,9 @@ def test_what_the_kernels_cannot_do_is_said(tokenformer_model):
 def test_on_the_gpu_a_fused_step_is_the_reference_step(shape, overlapped, dtype, tolerance):
     model = model_of(shape).to("cuda", dtype)
     for lengths in ([9], [5, 1, 12], [3] * 33):
-        assert step_error(model, lengths, Tuning(pdl=overlapped, one_words=32, block=32)) < tolerance
+        tuning = Tuning(pdl=overlapped, one_words=32, block=32)
+        assert step_error(model, lengths, tuning) < tolerance
+        assert step_error(model, lengths, tuning, fp8=True) < tolerance
 
 
 @pytest.mark.gpu

@@ -56,6 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
+    add("--weights", choices=["fp8"], help="fp8: round them to 8 bits; on a GPU a step then reads half the bytes")
 
 
 def run(args: argparse.Namespace) -> int | None:
@@ -99,7 +100,9 @@ def run(args: argparse.Namespace) -> int | None:
         tokenizer, language = opened.text_tokenizer, opened.model.eval().text
     else:
         tokenizer, language = opened.tokenizer, opened.model.eval()
-    engine = Engine(language, vocab=tokenizer.vocab_size)
+    engine = Engine(language, vocab=tokenizer.vocab_size, weights=args.weights)
+    if engine.said:
+        print(engine.said, file=sys.stderr)
     stop_ids = [stop_token(tokenizer, word) for word in args.stop_token]
     do = partial(converse if talks else write, engine, request=request, stop_ids=stop_ids, args=args)
     do = do if talks else partial(do, prompts=prompts)

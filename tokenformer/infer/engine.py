@@ -14,7 +14,8 @@ from torch import Tensor
 from tokenformer.errors import UserError
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.kernel_step import FusedModel, Tuning, why_not
-from tokenformer.infer.packed import Packed
+from tokenformer.infer.packed import Packed, check_readable
+from tokenformer.infer.quantised import rounded
 from tokenformer.infer.sampling import Sampling, choose, penalise, uniform
 from tokenformer.models import LanguageModel
 
@@ -53,17 +54,26 @@ class Engine:
         graph: bool | None = None,
         tuning: Tuning | None = None,
         prefix: Tensor | None = None,
+        weights: str | None = None,
     ) -> None:
         """`chunk`: positions of a prompt computed at once. `vocab`: ids from there on are never chosen (padding of the
         embedding). `every`: steps between two reads by the host. `backend`: torch or triton (None: triton if possible).
         `graph`: whether a step is a CUDA graph (None: where there is CUDA). `tuning`: of the kernels. `prefix`: see
-        `read`.
+        `read`. `weights`: fp8 rounds them to 8 bits, of which the kernels then read half the bytes (None: as they are).
         """
+        if weights not in (None, "fp8"):
+            raise UserError(f"weights is '{weights}', but must be fp8, or left out")
+        if weights:
+            check_readable(model)
+            model = rounded(model)
         self.packed = Packed(model, dtype)
+        if weights and self.packed.dtype == torch.float16:  # too narrow for Θ times a value's scale
+            raise UserError("weights in fp8 are not computed in float16: choose bfloat16 or float32 (--dtype)")
         self.chunk, self.every = chunk, every
         self.vocab = min(vocab or model.config.vocab, model.config.vocab)
         self.graph = self.packed.device.type == "cuda" if graph is None else graph
-        self.backend, self.make_step, self.hidden = choose_backend(model, self.packed, backend, tuning or Tuning())
+        tuning, fp8 = tuning or Tuning(), bool(weights)
+        self.backend, self.make_step, self.hidden, self.said = choose_backend(model, self.packed, backend, tuning, fp8)
         self.names, self.active = model.config.switch_names(), dict(model.active)
         self.moved = {name for name, moved in getattr(model, "adapters", {}).items() if moved}
         self._last: _Batch | None = None
@@ -196,9 +206,11 @@ Hidden = Callable[[Tensor, StaticCache, int, Switches], Tensor]  # ids (B, T), c
 
 
 def choose_backend(
-    model: LanguageModel, packed: Packed, wanted: str | None, tuning: Tuning
-) -> tuple[str, Callable[[int], Step], Hidden]:
-    """Return the name of the backend, a function that makes a step for a batch size, and the prefill."""
+    model: LanguageModel, packed: Packed, wanted: str | None, tuning: Tuning, fp8: bool = False
+) -> tuple[str, Callable[[int], Step], Hidden, str]:
+    """Return the name of the backend, a function that makes a step for a batch size, the prefill, and what is to be
+    said about weights in fp8.
+    """
     if wanted not in (None, "torch", "triton"):
         raise UserError(f"backend is '{wanted}', but must be torch or triton")
     reason = why_not(packed.config, packed.device)
@@ -217,9 +229,16 @@ def choose_backend(
         return packed.hidden(ids_BT, places, cache, start, switches)
 
     if wanted == "torch" or reason:
-        return "torch", plain, plain_hidden
-    fused = FusedModel(model, packed.dtype)
-    return "triton", lambda batch: fused.step(batch, tuning) or plain(batch), fused.hidden
+        kind = str(packed.dtype).removeprefix("torch.")
+        why = f", since {reason}" if reason else ""
+        said = f"weights in fp8: rounded to 8 bits, and computed in {kind} without kernels{why}: nothing is saved"
+        return "torch", plain, plain_hidden, said if fp8 else ""
+    fused, said = FusedModel(model, packed.dtype), ""
+    steps = fused
+    if fp8:
+        steps = FusedModel(model, packed.dtype, fp8=True)
+        said = f"weights in fp8: a step reads {steps.nbytes / 1e9:.3f} GB of them instead of {fused.nbytes / 1e9:.3f}"
+    return "triton", lambda batch: steps.step(batch, tuning) or plain(batch), fused.hidden, said
 
 
 def capture(work: Callable[[], object], pool: Any = None) -> Callable[[], None]:
