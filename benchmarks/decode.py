@@ -361,7 +361,8 @@ def main() -> None:
     print(f"{head} {'rival':>9} {'ratio':>6}")
     for f in finals:
         print(f"{f['model']:6} {f['batch']:5} {f['weights']:>7} {f['value']:9.1f} {f['of_bf16']:7.3f} "
-              f"{f['step_ms']:8.4f} {f['share_of_read_peak']:12.3f} {f.get('rival_value', 0):9.1f} {f.get('ratio', 0):6.2f}")  # fmt: skip
+              f"{f['step_ms']:8.4f} {f['share_of_read_peak']:12.3f} {f.get('rival_value', 0):9.1f} "
+              f"{f.get('ratio', 0):6.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":
