@@ -59,9 +59,9 @@ RECIPES = {
     "tiny": Recipe(DEMO / "demo.yml", "tinyshakespeare.txt", "byte", 1024, (
         "growth=[]", "model.layers=2", "model.dim=32", "model.ffn_tokens=64", "steps=3", "batch=2")),
     "demo": Recipe(DEMO / "demo.yml", "tinyshakespeare.txt", "byte", 1 << 16),
-    "cpu": Recipe(DEMO / "demo.yml", "enwik8.xz", "byte", 1 << 16, (  # 0.6 M parameters, 8 bytes for each
-        *SHORT, "growth=[]", "model.context=256", "steps=1200", "schedule.warmup=50", "checkpoint.every=200",
-        "validation.every=400", "validation.generate=0")),
+    "cpu": Recipe(DEMO / "demo.yml", "enwik8.xz", "byte", 1 << 15, (  # 1.1 M parameters, 1.6 bytes for each
+        *SHORT, "growth=[]", "model.dim=128", "model.qkv_tokens=128", "model.proj_tokens=128", "model.ffn_tokens=512",
+        "steps=800", "schedule.warmup=50", "checkpoint.every=200", "validation.every=400", "validation.generate=0")),
     "15m": Recipe("lm/150m", "enwik8.xz", "byte", 1 << 20, (  # 14 M parameters, 20 bytes for each
         *SHORT, "model.vocab=384", "model.layers=6", "model.dim=384", "model.heads=6", "model.qkv_tokens=384",
         "model.proj_tokens=384", "model.ffn_tokens=1536", "model.context=512", "steps=4400", "batch=128",

@@ -14,23 +14,13 @@ from torch import Tensor
 
 from tokenformer.infer.packed import Packed, PackedTokens
 from tokenformer.infer.quantised import rounded
+from tokenformer.infer.skipping import find_range
 
 METHODS = ("plain", "constant", "token", "energy")
 SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 KINDS = ("query", "key", "value", "proj", "ffn")
 SCOPES = {"all": "one for all", "each": "one per projection"}
 SAMPLES = 400_000  # numbers per projection from which thresholds are taken
-
-
-def window(values: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Return the middle and half of the width of the interval that holds this share of the values and in which they
-    differ least from their mean.
-    """
-    v = values.flatten().double().sort().values
-    k = max(1, int(share * len(v)))
-    first, second = (torch.cat([v.new_zeros(1), p.cumsum(0)]) for p in (v, v.square()))
-    at = ((second[k:] - second[:-k]) - (first[k:] - first[:-k]).square() / k).argmin()
-    return ((v[at] + v[at + k - 1]) / 2).float(), ((v[at + k - 1] - v[at]) / 2).float()
 
 
 class Skip(NamedTuple):
@@ -84,8 +74,9 @@ class Sparse:
         if method == "plain":
             threshold = torch.stack([torch.quantile(some.abs(), share) for some in sample_MS])
             return Skip(zero_MN[:, :1], one_MN, threshold[:, None], zero_MN)
-        found = [window(some, share) for some in sample_MS]
-        middle, threshold = (torch.stack(some)[:, None].expand(len(one_MN), 1) for some in zip(*found, strict=True))
+        found = [torch.stack(find_range(some, share)) for some in sample_MS]
+        low, high, _ = (ends.expand(len(one_MN), 1) for ends in torch.stack(found, 1)[:, :, None])
+        middle, threshold = (low + high) / 2, (high - low) / 2
         skip = Skip(middle, one_MN, threshold, zero_MN)
         if method == "energy":
             factor_MN = self.norm_MN / self.norm_MN.mean(-1, keepdim=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tokenformer.config import ModelConfig
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.quantised import FP8, quantise
+from tokenformer.infer.skipping import Skip
 from tokenformer.models import LanguageModel, Pattention
 from tokenformer.ops.attention import attention
 from tokenformer.ops.rotary import angles
@@ -40,6 +41,9 @@ class Tuning:
     one_depth: int = 18  # pieces under way
     one_warps: int = 8
     one_registers: int = 128  # a thread has: with fewer, the next kernel has room beside this one
+    kept_rows: int = 256  # tokens of a program, where values are skipped
+    kept_cols: int = 128  # and its outputs
+    kept_warps: int = 8
     one_slots: int = 32  # of the cache at once
     one_slot_warps: int = 2
     # several rows of data
@@ -73,11 +77,17 @@ def why_not(config: ModelConfig, device: torch.device) -> str | None:
 class FusedTokens:
     """Pattentions of one input (q, k and v, or one alone) of layers of one shape, laid out for the kernels. `centred`:
     their input comes through a LayerNorm, which is not computed. In fp8 each token has three numbers beside it: its
-    key's scale, that times the key's mean (0 if not centred), and its value's scale.
+    key's scale, that times the key's mean (0 if not centred), and its value's scale. With `skips`, of each layer, the
+    values of a token lie together.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[Pattention]], dtype: torch.dtype, centred: bool, fp8: bool = False
+        self,
+        layers: Sequence[Sequence[Pattention]],
+        dtype: torch.dtype,
+        centred: bool,
+        fp8: bool = False,
+        skips: Sequence[Skip] | None = None,
     ) -> None:
         one, self.members, self.switch = layers[0][0].segments, len(layers[0]), layers[0][0].switch
         self.sizes = sizes = [len(s.key_tokens) for s in one]
@@ -86,7 +96,9 @@ class FusedTokens:
         d_in, d_out = one[0].key_tokens.shape[1], one[0].value_tokens.shape[1]
         self.dtype, self.centred, held = dtype, centred, FP8 if fp8 else dtype
         self.key_LND = torch.zeros(len(layers), self.members * self.n, d_in, dtype=held, device=device)
-        self.value_LMEN = torch.zeros(len(layers), self.members, d_out, self.n, dtype=held, device=device)
+        shape = (self.n, d_out) if skips else (d_out, self.n)
+        value = torch.zeros(len(layers), self.members, *shape, dtype=held, device=device)
+        self.value_LMEN = value.mT if skips else value
         self.scale_L3N = torch.zeros(len(layers), 3, self.members * self.n, device=device) if fp8 else None
         for i, members in enumerate(layers):
             for m, member in enumerate(members):
@@ -103,6 +115,10 @@ class FusedTokens:
                     self.key_LND[i, rows] = keys.to(held)
                     self.value_LMEN[i, m, :, at : at + size] = values.T.to(held)
                     at += room
+        if skips:
+            self.rule_LM4 = torch.stack([F.pad(torch.stack(skip, 1), (0, 1)) for skip in skips])
+            scale_LM1N = 1.0 if self.scale_L3N is None else self.scale_L3N[:, 2].unflatten(1, (self.members, 1, -1))
+            self.base_LME = self.rule_LM4[..., 2:3] * (self.value_LMEN.float() * scale_LM1N).sum(-1)
         self.bounds = torch.tensor([0, *padded]).cumsum(0).to(device=device, dtype=torch.int32)
         self.taus = [[s.tau for s in members[0].segments] for members in layers]
         # each layer's at a multiple of 16 bytes: else the kernels would be compiled twice
@@ -126,11 +142,14 @@ class FusedTokens:
 
 class FusedModel:
     """A model's weights for the kernels, shared by steps of all batch sizes. Layers of one shape lie together. In `fp8`
-    they, and the head, have 8 bits each: the model was `rounded` to them, and makes steps, but no prefill.
+    they, and the head, have 8 bits each: the model was `rounded` to them, and makes steps, but no prefill. With `skips`
+    (`infer/skipping.py`) it makes steps for one row alone.
     """
 
-    def __init__(self, model: LanguageModel, dtype: torch.dtype, fp8: bool = False) -> None:
-        self.config, self.dtype = model.config, dtype
+    def __init__(
+        self, model: LanguageModel, dtype: torch.dtype, fp8: bool = False, skips: Sequence[Skip] | None = None
+    ) -> None:
+        self.config, self.dtype, self.skips = model.config, dtype, skips
         layers: list[tuple[list[Pattention], ...]] = []
         for block in model.blocks:
             part: Any = block
@@ -140,8 +159,9 @@ class FusedModel:
         for _, run in groupby(
             layers, lambda layer: [([len(s.key_tokens) for s in g[0].segments], g[0].switch) for g in layer]
         ):
-            some = list(run)
-            self.runs.append([FusedTokens([layer[i] for layer in some], dtype, i != 1, fp8) for i in range(3)])
+            some, at = list(run), 3 * sum(len(groups[0].tau_LS) for groups in self.runs)
+            of = [skips[at + i : at + 3 * len(some) : 3] if skips else None for i in range(3)]
+            self.runs.append([FusedTokens([layer[i] for layer in some], dtype, i != 1, fp8, of[i]) for i in range(3)])
         self.places = [(run, at) for run in self.runs for at in range(len(run[0].tau_LS))]
         self.embedding = _table([model.embedding, model.added_embedding], dtype)
         self.head = self.embedding if model.head is None else _table([model.head, model.added_head], dtype)
@@ -160,9 +180,14 @@ class FusedModel:
         ]
         return sum(t.nbytes for t in [*parts, self.head, self.head_scale] if t is not None)
 
+    @property
+    def value_bytes(self) -> int:
+        return sum(tokens.value_LMEN.nbytes for run in self.runs for tokens in run)
+
     def step(self, batch: int, tuning: Tuning) -> "OneStep | FewStep | None":
         if batch == 1 and not self.config.switch_names():
             return OneStep(self, tuning)
+        assert not self.skips
         return FewStep(self, batch, tuning) if batch <= MOST else None
 
     def factors(self, batch: int, switches: Mapping[str, Tensor] | None) -> list[list[Tensor | None]]:
@@ -222,6 +247,10 @@ class OneStep:
         most = max(t.members * t.n for run in model.runs for t in run)
         self.score, self.logits = torch.empty(most, device=device), torch.empty(1, len(model.head), device=device)
         self.qkv_MBD, self.seen_BD = torch.empty(3, 1, c.dim, device=device), torch.empty(1, c.dim, device=device)
+        if model.skips:
+            parts = max(t.members * -(-t.n // tuning.kept_rows) for run in model.runs for t in run)
+            self.part = torch.empty(parts * c.dim, device=device)
+            self.counter = torch.zeros(3 * c.dim, dtype=torch.int32, device=device)
         self.attend = Attend(model, 1, tuning)
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache, switches: Any = None) -> Tensor:
@@ -240,6 +269,13 @@ class OneStep:
                 x, group.key_LND[at], self.score, scales=key_scale, centred=key_scale is not None and group.centred,
                 programs=t.one_programs, **how,
             )  # fmt: skip
+            if m.skips:
+                decode_one.values_kept(
+                    self.score, group.tau_LS[at], group.bounds, group.value_LMEN[at].mT, group.rule_LM4[at],
+                    group.base_LME[at], out, self.part, self.counter, scales=value_scale, add=add,
+                    rows=t.kept_rows, cols=t.kept_cols, warps=t.kept_warps, pdl=t.pdl,
+                )  # fmt: skip
+                return
             decode_one.values_one(
                 self.score, group.tau_LS[at], group.bounds, group.value_LMEN[at], out, scales=value_scale, add=add,
                 programs=t.one_wide if group.n > 2 * out.shape[-1] else t.one_values, **how,

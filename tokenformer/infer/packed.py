@@ -44,9 +44,13 @@ class PackedTokens:
         parts = [normalise(a, self.theta, tau) for a, tau in zip(scores, self.taus, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
+    def sums(self, weight: Tensor) -> Tensor:
+        """Return (M, …, E): the sums of values by their weights (…, M, N)."""
+        rows_MTN = weight.to(self.value_MNE.dtype).flatten(0, -3).transpose(0, 1)
+        return torch.bmm(rows_MTN, self.value_MNE).unflatten(1, weight.shape[:-2])
+
     def __call__(self, x: Tensor, switches: Mapping[str, Tensor] | None = None) -> Tensor:
-        rows_MTN = self.weights(x).to(self.value_MNE.dtype).flatten(0, -3).transpose(0, 1)
-        out = torch.bmm(rows_MTN, self.value_MNE).unflatten(1, x.shape[:-1])
+        out = self.sums(self.weights(x))
         for name in self.switched.keys() & (switches or {}).keys():
             out = out + per_sample(switches[name], x) * self.switched[name](x)  # pyrefly: ignore
         return out

@@ -84,8 +84,8 @@ def open_service(args: argparse.Namespace, address: Address) -> Any:
     if len(models) <= len(weights):
         raise UserError(f"the model and an adapter are both called '{name}': give the model another --name")
     engine = Engine(model, vocab=tokenizer.vocab_size, weights=args.weights)
-    if engine.said:
-        print(engine.said, file=sys.stderr)
+    for sentence in engine.said:
+        print(sentence, file=sys.stderr)
     rows = args.rows or (64 if engine.packed.device.type == "cuda" else 16)
     return Service(
         engine,

@@ -214,6 +214,58 @@ def _values_one(
     _product(values, in_flight, g, (), out + member * E, low, high, K, R, BK, TILES, EVEN, DEPTH, KIND, ADD)
 
 
+@jit
+def _values_kept(
+    score, tau, bounds, values, value_scale, rule, base, out, part, counter,
+    N: tl.constexpr, E: tl.constexpr, ALL: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr,
+    SPLIT: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Outputs as `_values_one` gives them, but values (M, N, E) of tokens whose weight lies within rule[0] … rule[1] of
+    their member are not loaded: such a token counts as rule[2], and `base` (M, E) is what all tokens would add if they
+    counted so. ROWS tokens and BE outputs per program; the last of SPLIT programs adds the parts.
+    """
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    member = tl.program_id(2)
+    n = split * ROWS + tl.arange(0, ROWS)
+    every = tl.arange(0, ALL)
+    cols = tile * BE + tl.arange(0, BE)
+    low, high = tl.load(rule + member * 4), tl.load(rule + member * 4 + 1)
+    centre = tl.load(rule + member * 4 + 2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    scores = tl.load(score + member * N + every, mask=every < N, other=0.0)
+    a = tl.load(score + member * N + n, mask=n < N, other=0.0)
+    scale = tl.zeros((ROWS,), tl.float32)
+    for s in tl.static_range(SEGMENTS):
+        start, stop = tl.load(bounds + s), tl.load(bounds + s + 1)
+        total = tl.sum(tl.where((every >= start) & (every < stop), scores * scores, 0.0), 0)
+        scale = tl.where((n >= start) & (n < stop), _scale(total, tl.load(tau + s)), scale)
+    g = _gelu(a * scale)
+    kept = ((g < low) | (g > high)) & (n < N)
+    v = tl.load(
+        values + (member * N + n[:, None]) * E + cols[None, :], mask=kept[:, None] & (cols < E)[None, :], other=0.0,
+        eviction_policy="evict_first",
+    ).to(tl.float32)  # fmt: skip
+    g -= centre
+    if value_scale is not None:
+        g *= tl.load(value_scale + member * N + n, mask=n < N, other=0.0)
+    y = tl.sum(v * g[:, None], 0)
+    part += (member * SPLIT + split) * E
+    tl.store(part + cols, y, mask=cols < E)
+    tl.debug_barrier()
+    mark = counter + member * tl.num_programs(0) + tile
+    if tl.atomic_add(mark, 1, sem="acq_rel") == SPLIT - 1:
+        part -= split * E
+        each = tl.arange(0, PARTS)[:, None]
+        ok = (each < SPLIT) & (cols < E)[None, :]
+        y = tl.sum(tl.load(part + each * E + cols[None, :], mask=ok, other=0.0, cache_modifier=".cg"), 0)
+        y += tl.load(base + member * E + cols, mask=cols < E, other=0.0)
+        _store(out + member * E, y, cols, E, ADD)
+        tl.store(mark, 0)
+
+
 def scores_one(
     x: Tensor, keys: Tensor, out: Tensor, *, programs: int, rows: int, words: int, depth: int, warps: int,
     registers: int, pdl: bool, scales: Tensor | None = None, centred: bool = False,
@@ -241,6 +293,23 @@ def values_one(
         score, tau, bounds, weights, scales, out, e, PER=per, N=n, SEGMENTS=len(bounds) - 1, K=k, R=rows, BK=words,
         EVEN=e % per == 0 and k % words == 0, DEPTH=depth, KIND=KINDS[values_MEN.dtype], ADD=add, PDL=pdl,
         num_warps=warps, **_launch(pdl, registers),
+    )  # fmt: skip
+
+
+def values_kept(
+    score: Tensor, tau: Tensor, bounds: Tensor, values_MNE: Tensor, rule_M4: Tensor, base_ME: Tensor, out: Tensor,
+    part: Tensor, counter: Tensor, *, add: bool, rows: int, cols: int, warps: int, pdl: bool,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`out` (M, E) = (+=) values of those tokens that the rule keeps (see `_values_kept`). `part` has room for the sums
+    of every `rows` tokens, `counter` is 0.
+    """
+    members, n, e = values_MNE.shape
+    split = ceil_div(n, rows)
+    _values_kept[(ceil_div(e, cols), split, members)](
+        score, tau, bounds, values_MNE, scales, rule_M4, base_ME, out, part, counter, N=n, E=e,
+        ALL=next_power_of_2(n), SEGMENTS=len(bounds) - 1, ROWS=rows, BE=cols, SPLIT=split,
+        PARTS=next_power_of_2(split), ADD=add, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
