@@ -1,12 +1,12 @@
 """Decoding on one GPU: our engine and transformers' GPT-NeoX of equal size (static cache, compile), in one run.
 
-  python benchmarks/decode.py [--cells 1.5b:1 1.5b:32 150m:1] [--weights bf16 fp8] [--tune 1.5b:1 …]
-      [--parts check ours rival]
+  python benchmarks/decode.py [--cells 1.5b:1 1.5b:32 150m:1] [--weights bf16 fp8] [--skip 0.6]
+      [--tune 1.5b:1 …] [--parts check ours rival]
 
 First it checks: tokens and logits against the reference, which kernels ran. Every cell is measured with weights in bf16
-and in fp8. Cells under --tune try shapes of the kernels one after another and keep what is fastest and right. Prints
-JSON lines; a short table comes last. Tokens/s are new tokens over the whole call, prefill included, for both. Needs
-torch and triton; transformers for the rival.
+and in fp8, and those of batch 1 also with value tokens skipped. Cells under --tune try shapes of the kernels one after
+another and keep what is fastest and right. Prints JSON lines; a short table comes last. Tokens/s are new tokens over
+the whole call, prefill included, for both. Needs torch and triton; transformers for the rival.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.kernel_step import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
 from tokenformer.infer.quantised import rounded
+from tokenformer.infer.skipping import skipping
 from tokenformer.models import LanguageModel, cost
 
 SHAPES = {
@@ -56,6 +57,14 @@ ONE: list[dict] = [
     {"one_words": 256, "one_rows": 4},
     {"one_programs": 132, "one_values": 132},
     {"one_registers": 96},
+]
+KEPT: list[dict] = [
+    {"kept_rows": 128},
+    {"kept_rows": 512},
+    {"kept_warps": 4},
+    {"kept_cols": 256, "kept_rows": 128},
+    {"kept_cols": 64, "kept_rows": 512},
+    {"kept_cols": 256, "kept_rows": 256, "kept_warps": 16},
 ]
 MANY: list[dict] = [
     {"slot_warps": 1},
@@ -141,6 +150,14 @@ def check(shape: str, tuning: Tuning) -> None:
         again = [r.ids for r in engine.generate(prompts, 32)] == batched
         say(name="check", model=shape, what="greedy tokens, fp32", weights=weights or "fp32", backend=engine.backend,
             graph=engine.graph, equal=equal, repeats=again, distinct=len({t for e in expected for t in e}))  # fmt: skip
+    skipped = [[Engine(model, backend=backend, tuning=tuning, skip=0.5).generate([p], 32)[0].ids for p in prompts]
+               for backend in ("torch", "triton")]  # fmt: skip
+    say(
+        name="check",
+        model=shape,
+        what="greedy tokens, fp32, half of the values skipped",
+        equal=skipped[0] == skipped[1],
+    )
     for weights in ("bf16", "fp8"):
         check_logits(shape, tuning, prompts, weights == "fp8", **few)
 
@@ -174,9 +191,15 @@ def check_logits(shape: str, tuning: Tuning, prompts: list, fp8: bool, **few) ->
 class Timed:
     """The step alone in a graph, at a position in the middle."""
 
-    def __init__(self, model: LanguageModel, batch: int, fp8: bool) -> None:
-        model = rounded(model) if fp8 else model
-        self.batch, self.packed, self.fused = batch, Packed(model), FusedModel(model, torch.bfloat16, fp8)
+    def __init__(self, model: LanguageModel, batch: int, fp8: bool, skip: float) -> None:
+        model, self.batch, self.packed, skips = rounded(model) if fp8 else model, batch, None, None
+        if skip:
+            ids = torch.randint(50000, (1, 256), device="cuda")
+            self.packed, skips = skipping(model, torch.bfloat16, ids, skip)
+        self.packed = self.packed or Packed(model)
+        self.fused = FusedModel(model, torch.bfloat16, fp8, skips)
+        self.trials = KEPT if skip else ONE if batch == 1 else MANY
+        self.bytes = self.fused.nbytes - skip * self.fused.value_bytes
         self.cache = StaticCache(model.config, batch, SLOTS, "cuda", torch.bfloat16)
         self.cache.k.normal_()
         self.cache.v.normal_()
@@ -206,9 +229,9 @@ def tune(timed: Timed, shape: str, weights: str, best: Tuning, deadline: float) 
     """One change at a time, kept when it is faster and right."""
     least, error = timed.run(best)
     least = least if error < 0.05 else math.inf
-    about = {"name": "tune", "model": shape, "batch": timed.batch, "weights": weights}
+    about = {"name": "tune", "model": shape, "batch": timed.batch, "weights": weights, "skips": timed.trials is KEPT}
     say(**about, ms=least * 1e3, error=round(error, 5), change="defaults")
-    for change in ONE if timed.batch == 1 else MANY:
+    for change in timed.trials:
         if time.time() > deadline:
             break
         trial = dataclasses.replace(best, **change)
@@ -296,6 +319,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=["1.5b:1", "1.5b:32", "150m:1"], help="model:batch")
     parser.add_argument("--weights", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
+    help = "also skip this share of value tokens at batch 1; 0: no"
+    parser.add_argument("--skip", type=float, default=0.6, metavar="SHARE", help=help)
     parser.add_argument("--tune", nargs="+", default=[], metavar="CELL", help="try shapes of the kernels for these")
     parser.add_argument("--parts", nargs="+", default=["check", "ours", "rival"], choices=["check", "ours", "rival"])
     parser.add_argument("--seconds", type=float, default=90.0, help="no new trial of a cell is begun after these")
@@ -317,20 +342,24 @@ def main() -> None:
     for shape, batches in cells.items() if "ours" in args.parts else ():
         model = random_model(shape, torch.bfloat16)
         cache = cost(model.config).cache_bytes() * (PROMPT + NEW // 2)
-        for batch, weights in itertools.product(batches, args.weights):
-            timed = Timed(model, batch, weights == "fp8")
+        every = itertools.product(batches, args.weights, (0.0, args.skip) if args.skip else (0.0,))
+        for batch, weights, skip in (cell for cell in every if cell[0] == 1 or not cell[2]):
+            timed = Timed(model, batch, weights == "fp8", skip)
             chosen = f"{shape}:{batch}" in args.tune
             tuning = tune(timed, shape, weights, start, time.time() + args.seconds) if chosen else start
             step, error = timed.run(tuning)
             profile(timed, tuning, shape, weights)
-            read = timed.fused.nbytes + batch * cache
+            read = timed.bytes + batch * cache
             del timed
-            engine = Engine(model, tuning=tuning, every=64, weights="fp8" if weights == "fp8" else None)
+            engine = Engine(
+                model, tuning=tuning, every=64, weights="fp8" if weights == "fp8" else None, skip=skip or None
+            )
             assert engine.backend == "triton"
             value = throughput(engine, batch)
-            plain = [f["value"] for f in finals if (f["model"], f["batch"], f["weights"]) == (shape, batch, "bf16")]
+            plain = [f["value"] for f in finals if (f["model"], f["batch"], f["weights"]) == (shape, batch, "bf16")][:1]
             finals.append({
-                "name": "decode", "model": shape, "batch": batch, "weights": weights, "prompt": PROMPT, "new": NEW,
+                "name": "decode", "model": shape, "batch": batch, "weights": weights, "skip": skip,
+                "prompt": PROMPT, "new": NEW,
                 "value": round(value, 1), "unit": "tokens/s", "of_bf16": round(value / plain[0], 3) if plain else 1.0,
                 "step_ms": round(step * 1e3, 4), "error": round(error, 5),
                 "bytes_a_step": read, "TB/s": round(read / step / 1e12, 3),
@@ -357,10 +386,10 @@ def main() -> None:
         say(**line)
     if args.out:
         args.out.write_text("".join(json.dumps(line) + "\n" for line in finals))
-    head = f"{'model':6} {'batch':>5} {'weights':>7} {'tokens/s':>9} {'of bf16':>7} {'step ms':>8} {'of read peak':>12}"
-    print(f"{head} {'rival':>9} {'ratio':>6}")
+    print(f"{'model':6} {'batch':>5} {'weights':>7} {'skip':>4} {'tokens/s':>9} {'of bf16':>7} {'step ms':>8} "
+          f"{'of read peak':>12} {'rival':>9} {'ratio':>6}")  # fmt: skip
     for f in finals:
-        print(f"{f['model']:6} {f['batch']:5} {f['weights']:>7} {f['value']:9.1f} {f['of_bf16']:7.3f} "
+        print(f"{f['model']:6} {f['batch']:5} {f['weights']:>7} {f['skip']:4.1f} {f['value']:9.1f} {f['of_bf16']:7.3f} "
               f"{f['step_ms']:8.4f} {f['share_of_read_peak']:12.3f} {f.get('rival_value', 0):9.1f} "
               f"{f.get('ratio', 0):6.2f}")  # fmt: skip
 
