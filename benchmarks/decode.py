@@ -199,7 +199,7 @@ class Timed:
         self.packed = self.packed or Packed(model)
         self.fused = FusedModel(model, torch.bfloat16, fp8, skips)
         self.trials = KEPT if skip else ONE if batch == 1 else MANY
-        self.bytes = self.fused.nbytes - skip * self.fused.value_bytes
+        self.bytes = self.fused.nbytes - round(skip * self.fused.value_bytes)
         self.cache = StaticCache(model.config, batch, SLOTS, "cuda", torch.bfloat16)
         self.cache.k.normal_()
         self.cache.v.normal_()
