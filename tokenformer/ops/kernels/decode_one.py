@@ -217,31 +217,35 @@ def _values_one(
 @jit
 def _values_kept(
     score, tau, bounds, values, value_scale, rule, base, out, part, counter,
-    N: tl.constexpr, E: tl.constexpr, ALL: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr,
+    N: tl.constexpr, E: tl.constexpr, MANY: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr,
     SPLIT: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Outputs as `_values_one` gives them, but values (M, N, E) of tokens whose weight lies within rule[0] … rule[1] of
     their member are not loaded: such a token counts as rule[2], and `base` (M, E) is what all tokens would add if they
-    counted so. ROWS tokens and BE outputs per program; the last of SPLIT programs adds the parts.
+    counted so. ROWS tokens and BE outputs per program, which reads all scores, MANY at once, for the norm; the last of
+    SPLIT programs adds the parts.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
     member = tl.program_id(2)
     n = split * ROWS + tl.arange(0, ROWS)
-    every = tl.arange(0, ALL)
+    many = tl.arange(0, MANY)
     cols = tile * BE + tl.arange(0, BE)
     low, high = tl.load(rule + member * 4), tl.load(rule + member * 4 + 1)
     centre = tl.load(rule + member * 4 + 2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    scores = tl.load(score + member * N + every, mask=every < N, other=0.0)
-    a = tl.load(score + member * N + n, mask=n < N, other=0.0)
+    score += member * N
+    a = tl.load(score + n, mask=n < N, other=0.0)
     scale = tl.zeros((ROWS,), tl.float32)
     for s in tl.static_range(SEGMENTS):
         start, stop = tl.load(bounds + s), tl.load(bounds + s + 1)
-        total = tl.sum(tl.where((every >= start) & (every < stop), scores * scores, 0.0), 0)
-        scale = tl.where((n >= start) & (n < stop), _scale(total, tl.load(tau + s)), scale)
+        squares = tl.zeros((MANY,), tl.float32)
+        for k in range(start, stop, MANY):
+            some = tl.load(score + k + many, mask=k + many < stop, other=0.0)
+            squares += some * some
+        scale = tl.where((n >= start) & (n < stop), _scale(tl.sum(squares, 0), tl.load(tau + s)), scale)
     g = _gelu(a * scale)
     kept = ((g < low) | (g > high)) & (n < N)
     v = tl.load(
@@ -308,7 +312,7 @@ def values_kept(
     split = ceil_div(n, rows)
     _values_kept[(ceil_div(e, cols), split, members)](
         score, tau, bounds, values_MNE, scales, rule_M4, base_ME, out, part, counter, N=n, E=e,
-        ALL=next_power_of_2(n), SEGMENTS=len(bounds) - 1, ROWS=rows, BE=cols, SPLIT=split,
+        MANY=min(8192, next_power_of_2(n)), SEGMENTS=len(bounds) - 1, ROWS=rows, BE=cols, SPLIT=split,
         PARTS=next_power_of_2(split), ADD=add, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
