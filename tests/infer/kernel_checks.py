@@ -150,10 +150,8 @@ def skipped_error(fp8: bool) -> float:
     (expected, other), position = (prefilled(whole, prompts) for _ in range(2)), torch.tensor([9])
     logits, dense = (p.logits(p.hidden(ids[:1, 9:10], position[:, None], cache)[:, 0])
                      for p, cache in ((packed, expected), (whole, other)))  # fmt: skip
-    cache = prefilled(whole, prompts)
-    errors = [relative(step(ids[0, 9:10], position, cache), logits) for _ in range(2)]  # a second time, too
     assert relative(logits, dense) > 0.01
-    return max(errors)
+    return relative(step(ids[0, 9:10], position, prefilled(whole, prompts)), logits)
 
 
 def unread_error() -> float:
