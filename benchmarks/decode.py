@@ -1,14 +1,17 @@
 """Decoding on one GPU: our engine and transformers' GPT-NeoX of equal size (static cache, compile), in one run.
 
-  python benchmarks/decode.py [--cells 1.5b:1 1.5b:32 150m:1] [--tune 1.5b:1 …] [--parts check ours rival]
+  python benchmarks/decode.py [--cells 1.5b:1 1.5b:32 150m:1] [--weights bf16 fp8] [--skip 0.6]
+      [--tune 1.5b:1 …] [--parts check ours rival]
 
-First it checks: tokens and logits against the reference, which kernels ran. Cells under --tune try shapes of the
-kernels one after another and keep what is fastest and right. Prints JSON lines; a short table comes last. Tokens/s are
-new tokens over the whole call, prefill included, for both. Needs torch and triton; transformers for the rival.
+First it checks: tokens and logits against the reference, which kernels ran. Every cell is measured with weights in bf16
+and in fp8, and those of batch 1 also with value tokens skipped. Cells under --tune try shapes of the kernels one after
+another and keep what is fastest and right. Prints JSON lines; a short table comes last. Tokens/s are new tokens over
+the whole call, prefill included, for both. Needs torch and triton; transformers for the rival.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -22,6 +25,8 @@ from tokenformer.infer import Engine
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.kernel_step import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
+from tokenformer.infer.quantised import rounded
+from tokenformer.infer.skipping import skipping
 from tokenformer.models import LanguageModel, cost
 
 SHAPES = {
@@ -48,6 +53,18 @@ ONE: list[dict] = [
     {"one_depth": 12, "one_registers": 96},
     {"one_rows": 4, "one_warps": 4, "one_programs": 528, "one_values": 528, "one_wide": 264},
     {"one_rows": 16, "one_warps": 16, "one_registers": 64, "one_wide": 96},
+    {"one_words": 64},
+    {"one_words": 256, "one_rows": 4},
+    {"one_programs": 132, "one_values": 132},
+    {"one_registers": 96},
+]
+KEPT: list[dict] = [
+    {"kept_rows": 128},
+    {"kept_rows": 512},
+    {"kept_warps": 4},
+    {"kept_cols": 256, "kept_rows": 128},
+    {"kept_cols": 64, "kept_rows": 512},
+    {"kept_cols": 256, "kept_rows": 256, "kept_warps": 16},
 ]
 MANY: list[dict] = [
     {"slot_warps": 1},
@@ -122,16 +139,33 @@ def check(shape: str, tuning: Tuning) -> None:
     model = random_model(shape, torch.float32, 4.0, **few)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2048, (n,), generator=draw).tolist() for n in (17, 64, 5)]
-    expected = [model.generate(torch.tensor([p], device="cuda"), 32)[0, len(p) :].tolist() for p in prompts]
-    for backend in ("torch", "triton"):
-        engine = Engine(model, backend=backend, tuning=tuning)
+    eight = rounded(model)
+    for backend, weights in itertools.product(("torch", "triton"), (None, "fp8")):
+        engine = Engine(model, backend=backend, tuning=tuning, weights=weights)
+        expected = [(eight if weights else model).generate(torch.tensor([p], device="cuda"), 32)[0, len(p) :].tolist()
+                    for p in prompts]  # fmt: skip
         batched = [r.ids for r in engine.generate(prompts, 32)]
         single = [engine.generate([p], 32)[0].ids for p in prompts]
         equal = batched == expected and single == expected
         again = [r.ids for r in engine.generate(prompts, 32)] == batched
-        say(name="check", model=shape, what="greedy tokens, fp32", backend=engine.backend, graph=engine.graph,
-            equal=equal, repeats=again, distinct=len({t for e in expected for t in e}))  # fmt: skip
+        say(name="check", model=shape, what="greedy tokens, fp32", weights=weights or "fp32", backend=engine.backend,
+            graph=engine.graph, equal=equal, repeats=again, distinct=len({t for e in expected for t in e}))  # fmt: skip
+    skipped = [[Engine(model, backend=backend, tuning=tuning, skip=0.5).generate([p], 32)[0].ids for p in prompts]
+               for backend in ("torch", "triton")]  # fmt: skip
+    say(
+        name="check",
+        model=shape,
+        what="greedy tokens, fp32, half of the values skipped",
+        equal=skipped[0] == skipped[1],
+    )
+    for weights in ("bf16", "fp8"):
+        check_logits(shape, tuning, prompts, weights == "fp8", **few)
+
+
+@torch.no_grad()
+def check_logits(shape: str, tuning: Tuning, prompts: list, fp8: bool, **few) -> None:
     half = random_model(shape, torch.bfloat16, **few)
+    half = rounded(half) if fp8 else half
     exact = random_model(shape, torch.float32, **few)
     for p, q in zip(exact.parameters(), half.parameters(), strict=True):
         p.copy_(q)
@@ -140,7 +174,7 @@ def check(shape: str, tuning: Tuning) -> None:
     errors = {"reference": relative(half(ids).logits[:, -1], truth)}
     for batch in (1, 2):
         for name, how in (("plain", dataclasses.replace(tuning, pdl=False)), ("as set", tuning)):
-            packed, step = Packed(half), FusedModel(half, torch.bfloat16).step(batch, how)
+            packed, step = Packed(half), FusedModel(half, torch.bfloat16, fp8).step(batch, how)
             cache = StaticCache(half.config, batch, 128, "cuda", torch.bfloat16)
             packed.hidden(ids[:batch, :-1], torch.arange(63, device="cuda"), cache, 0)
             got = step(ids[:batch, -1], torch.full((batch,), 63, device="cuda"), cache)
@@ -149,6 +183,7 @@ def check(shape: str, tuning: Tuning) -> None:
         name="check",
         model=shape,
         what="logits in bf16 against fp32",
+        weights="fp8" if fp8 else "bf16",
         errors={k: round(e, 5) for k, e in errors.items()},
     )
 
@@ -156,8 +191,15 @@ def check(shape: str, tuning: Tuning) -> None:
 class Timed:
     """The step alone in a graph, at a position in the middle."""
 
-    def __init__(self, model: LanguageModel, batch: int) -> None:
-        self.batch, self.packed, self.fused = batch, Packed(model), FusedModel(model, torch.bfloat16)
+    def __init__(self, model: LanguageModel, batch: int, fp8: bool, skip: float) -> None:
+        model, self.batch, self.packed, skips = rounded(model) if fp8 else model, batch, None, None
+        if skip:
+            ids = torch.randint(50000, (1, 256), device="cuda")
+            self.packed, skips = skipping(model, torch.bfloat16, ids, skip)
+        self.packed = self.packed or Packed(model)
+        self.fused = FusedModel(model, torch.bfloat16, fp8, skips)
+        self.trials = KEPT if skip else ONE if batch == 1 else MANY
+        self.bytes = self.fused.nbytes - round(skip * self.fused.value_bytes)
         self.cache = StaticCache(model.config, batch, SLOTS, "cuda", torch.bfloat16)
         self.cache.k.normal_()
         self.cache.v.normal_()
@@ -183,31 +225,31 @@ class Timed:
         return took, relative(out, self.expected)
 
 
-def tune(timed: Timed, shape: str, best: Tuning, deadline: float) -> Tuning:
+def tune(timed: Timed, shape: str, weights: str, best: Tuning, deadline: float) -> Tuning:
     """One change at a time, kept when it is faster and right."""
     least, error = timed.run(best)
     least = least if error < 0.05 else math.inf
-    say(name="tune", model=shape, batch=timed.batch, ms=least * 1e3, error=round(error, 5), change="defaults")
-    for change in ONE if timed.batch == 1 else MANY:
+    about = {"name": "tune", "model": shape, "batch": timed.batch, "weights": weights, "skips": timed.trials is KEPT}
+    say(**about, ms=least * 1e3, error=round(error, 5), change="defaults")
+    for change in timed.trials:
         if time.time() > deadline:
             break
         trial = dataclasses.replace(best, **change)
         try:
             took, error = timed.run(trial)
         except Exception as failure:  # a shape that does not compile or fit is a result too
-            say(name="tune", model=shape, batch=timed.batch, change=change, failed=str(failure)[-200:])
+            say(**about, change=change, failed=str(failure)[-200:])
             torch.cuda.synchronize()
             continue
         right = error < 0.05
-        say(name="tune", model=shape, batch=timed.batch, ms=round(took * 1e3, 4), error=round(error, 5), change=change,
-            kept=right and took < least)  # fmt: skip
+        say(**about, ms=round(took * 1e3, 4), error=round(error, 5), change=change, kept=right and took < least)
         if right and took < least:
             best, least = trial, took
     return best
 
 
 @torch.no_grad()
-def profile(timed: Timed, tuning: Tuning, shape: str) -> None:
+def profile(timed: Timed, tuning: Tuning, shape: str, weights: str) -> None:
     """Microseconds of a step by kernel, and what is left between them."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
@@ -220,7 +262,8 @@ def profile(timed: Timed, tuning: Tuning, shape: str) -> None:
         torch.cuda.synchronize()
     kernels = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:12]
     parts = {e.key[:48]: [round(e.self_device_time_total / 3, 1), e.count // 3] for e in kernels}
-    say(name="profile", model=shape, batch=timed.batch, what="[microseconds a step, launches]", kernels=parts)
+    what = "[microseconds a step, launches]"
+    say(name="profile", model=shape, batch=timed.batch, weights=weights, what=what, kernels=parts)
 
 
 def throughput(engine: Engine, batch: int) -> float:
@@ -275,6 +318,9 @@ def rival(shape: str, batches: list[int]) -> dict[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=["1.5b:1", "1.5b:32", "150m:1"], help="model:batch")
+    parser.add_argument("--weights", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
+    help = "also skip this share of value tokens at batch 1; 0: no"
+    parser.add_argument("--skip", type=float, default=0.6, metavar="SHARE", help=help)
     parser.add_argument("--tune", nargs="+", default=[], metavar="CELL", help="try shapes of the kernels for these")
     parser.add_argument("--parts", nargs="+", default=["check", "ours", "rival"], choices=["check", "ours", "rival"])
     parser.add_argument("--seconds", type=float, default=90.0, help="no new trial of a cell is begun after these")
@@ -295,21 +341,27 @@ def main() -> None:
     finals = []
     for shape, batches in cells.items() if "ours" in args.parts else ():
         model = random_model(shape, torch.bfloat16)
-        c = cost(model.config)
-        for batch in batches:
-            timed = Timed(model, batch)
+        cache = cost(model.config).cache_bytes() * (PROMPT + NEW // 2)
+        every = itertools.product(batches, args.weights, (0.0, args.skip) if args.skip else (0.0,))
+        for batch, weights, skip in (cell for cell in every if cell[0] == 1 or not cell[2]):
+            timed = Timed(model, batch, weights == "fp8", skip)
             chosen = f"{shape}:{batch}" in args.tune
-            tuning = tune(timed, shape, start, time.time() + args.seconds) if chosen else start
+            tuning = tune(timed, shape, weights, start, time.time() + args.seconds) if chosen else start
             step, error = timed.run(tuning)
-            profile(timed, tuning, shape)
+            profile(timed, tuning, shape, weights)
+            read = timed.bytes + batch * cache
             del timed
-            engine = Engine(model, tuning=tuning, every=64)
+            engine = Engine(
+                model, tuning=tuning, every=64, weights="fp8" if weights == "fp8" else None, skip=skip or None
+            )
             assert engine.backend == "triton"
             value = throughput(engine, batch)
-            read = 2 * (c.matmul_parameters + c.head_parameters) + batch * c.cache_bytes() * (PROMPT + NEW // 2)
+            plain = [f["value"] for f in finals if (f["model"], f["batch"], f["weights"]) == (shape, batch, "bf16")][:1]
             finals.append({
-                "name": "decode", "model": shape, "batch": batch, "prompt": PROMPT, "new": NEW,
-                "value": round(value, 1), "unit": "tokens/s", "step_ms": round(step * 1e3, 4), "error": round(error, 5),
+                "name": "decode", "model": shape, "batch": batch, "weights": weights, "skip": skip,
+                "prompt": PROMPT, "new": NEW,
+                "value": round(value, 1), "unit": "tokens/s", "of_bf16": round(value / plain[0], 3) if plain else 1.0,
+                "step_ms": round(step * 1e3, 4), "error": round(error, 5),
                 "bytes_a_step": read, "TB/s": round(read / step / 1e12, 3),
                 "share_of_copy_peak": round(read / step / 1e12 / top["copy"], 3),
                 "share_of_read_peak": round(read / step / 1e12 / top["read"], 3),
@@ -334,10 +386,12 @@ def main() -> None:
         say(**line)
     if args.out:
         args.out.write_text("".join(json.dumps(line) + "\n" for line in finals))
-    print(f"{'model':6} {'batch':>5} {'tokens/s':>9} {'step ms':>8} {'of read peak':>12} {'rival':>9} {'ratio':>6}")
+    print(f"{'model':6} {'batch':>5} {'weights':>7} {'skip':>4} {'tokens/s':>9} {'of bf16':>7} {'step ms':>8} "
+          f"{'of read peak':>12} {'rival':>9} {'ratio':>6}")  # fmt: skip
     for f in finals:
-        print(f"{f['model']:6} {f['batch']:5} {f['value']:9.1f} {f['step_ms']:8.4f} {f['share_of_read_peak']:12.3f} "
-              f"{f.get('rival_value', 0):9.1f} {f.get('ratio', 0):6.2f}")  # fmt: skip
+        print(f"{f['model']:6} {f['batch']:5} {f['weights']:>7} {f['skip']:4.1f} {f['value']:9.1f} {f['of_bf16']:7.3f} "
+              f"{f['step_ms']:8.4f} {f['share_of_read_peak']:12.3f} {f.get('rival_value', 0):9.1f} "
+              f"{f.get('ratio', 0):6.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -46,6 +46,13 @@ def test_the_study_of_fp8():
     assert any(line.startswith("| toy | ") for line in lines)
 
 
+def test_the_study_of_skipped_values():
+    """A model is trained and measured once; a threshold of nothing skips nothing; half is half on unseen text too."""
+    lines = check("experiments/skip/run.py")
+    assert lines[-1] == "all is well: 118 measurements"
+    assert any(line.startswith("| constant, one per projection | ") for line in lines)
+
+
 def test_the_benchmark_of_adapters():
     """An adapter and LoRA have equally many parameters, and what is frozen is held in bf16 where that is asked for."""
     if importlib.util.find_spec("peft") is None:

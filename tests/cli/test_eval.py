@@ -17,6 +17,7 @@ from tokenformer.config import ModelConfig
 from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.eval.paper import PAPER
 from tokenformer.eval.tasks import TASKS
+from tokenformer.infer.quantised import rounded
 from tokenformer.models import LanguageModel
 
 
@@ -47,6 +48,18 @@ def test_perplexity_is_the_same_for_all_formats_of_the_weights(place, capsys, tm
     assert {r["bytes"] for r in results} == {640} and {r["tokens"] for r in results} == {640}
     assert max(r["loss"] for r in results) - min(r["loss"] for r in results) < 1e-9
     assert f"{results[0]['bits_per_byte']:.4f}" in capsys.readouterr().out
+
+
+def test_weights_in_fp8_are_measured_as_the_rounded_model(place, capsys, tmp_path):
+    hub.save(rounded(hub.load(place / "ours")), tmp_path / "rounded", tokenizer_json=ByteTokenizer().to_json())
+    losses = []
+    for source, options in ((tmp_path / "rounded", []), (place / "ours", ["--weights", "fp8"]), (place / "ours", [])):
+        command = ["eval", str(source), "--text", str(place / "book.txt"), "--out", str(tmp_path / "out"), "--force"]
+        assert main([*command, *options]) == 0
+        losses.append(json.loads((tmp_path / "out").read_text())["texts"][str(place / "book.txt")]["loss"])
+    assert losses[0] == losses[1] != losses[2]
+    assert main(["eval", str(place / "ours"), "--images", str(tmp_path), "--weights", "fp8"]) == 2
+    assert "--weights fp8 is for language models" in capsys.readouterr().err
 
 
 def test_all_six_tasks_by_either_scorer_stand_beside_the_papers_rows(place, capsys, tmp_path):

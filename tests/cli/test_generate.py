@@ -16,6 +16,7 @@ from tokenformer.cli.main import main
 from tokenformer.config import ModelConfig
 from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.hub import save
+from tokenformer.infer.quantised import rounded
 from tokenformer.models import LanguageModel
 
 KEYS = ["context", "text", "length", "finished", "message", "duration_seconds"]
@@ -79,6 +80,23 @@ def lines(path) -> list[dict]:
 def test_one_prompt_is_continued_as_the_reference_does(model, folder, capsys):
     assert main(["generate", str(folder / "ours"), "--prompt", "Once upon", "--tokens", "24"]) == 0
     assert capsys.readouterr().out == "Once upon" + greedy(model, "Once upon", 24) + "\n"
+
+
+def test_weights_in_fp8_write_what_the_rounded_model_does_and_say_so(model, folder, capsys):
+    command = ["generate", str(folder / "ours"), "--prompt", "Once upon", "--tokens", "24", "--weights", "fp8"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Once upon" + greedy(rounded(model), "Once upon", 24) + "\n"
+    assert "rounded to 8 bits, and computed in float32 without kernels, since dim is 32" in shown.err
+
+
+def test_values_are_skipped_for_prompts_one_after_another_and_it_is_said(folder, capsys):
+    command = ["generate", str(folder / "ours"), "--prompt", "Once upon", "--prompt", "Twice", "--tokens", "24"]
+    assert main([*command, "--skip", "0.5"]) == 0
+    skipped = capsys.readouterr()
+    assert "50% of the value tokens are skipped, by ranges found on 159 tokens of the model: nothing is" in skipped.err
+    assert main(command) == 0
+    assert len(skipped.out.splitlines()) == 2 and capsys.readouterr().out != skipped.out
 
 
 def test_a_file_of_prompts_becomes_json_lines_in_order(model, folder, tmp_path, capsys):
@@ -190,6 +208,8 @@ def test_a_conversation_remembers_until_it_is_told_not_to(model, folder, monkeyp
         (["--prompt", "a", "--stop-token", "ab"], "--stop-token 'ab' is not one token"),
         (["--interactive", "--logprobs"], "a conversation is shown as text"),
         (["--prompt", "a", "--dtype", "int8"], "dtype is 'int8'"),
+        (["--prompt", "a", "--dtype", "float16", "--weights", "fp8"], "weights in fp8 are not computed in float16"),
+        (["--prompt", "a", "--skip", "2"], "skip is 2: give the share of value tokens that is not read"),
         (["another-model", "--prompt", "a"], "one model too many"),
     ],
 )

@@ -2,6 +2,7 @@
 Triton's interpreter (which must be chosen before triton is imported) and prints one JSON object.
 """
 
+import dataclasses
 import json
 
 import torch
@@ -11,6 +12,8 @@ from tokenformer.config import LayerOverride
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.kernel_step import FusedModel, Tuning
 from tokenformer.infer.packed import Packed
+from tokenformer.infer.quantised import rounded
+from tokenformer.infer.skipping import skipping
 from tokenformer.models import LanguageModel
 
 PARTS = {"apart": True, "pdl": False, "one_rows": 8, "one_words": 32, "value_rows": 32}
@@ -53,12 +56,15 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def step_error(model: LanguageModel, lengths: list[int], tuning: Tuning) -> float:
-    """The largest error of logits and cache over two steps of rows at different positions."""
+def step_error(model: LanguageModel, lengths: list[int], tuning: Tuning, fp8: bool = False) -> float:
+    """The largest error of logits and cache over two steps of rows at different positions. `fp8`: of weights in 8 bits,
+    against the model that was rounded to them.
+    """
+    model = rounded(model) if fp8 else model
     packed = Packed(model)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(96, (n,), generator=draw).tolist() for n in lengths]
-    step = FusedModel(model, packed.dtype).step(len(lengths), tuning)
+    step = FusedModel(model, packed.dtype, fp8).step(len(lengths), tuning)
     assert step is not None
     ours, theirs = prefilled(packed, prompts), prefilled(packed, prompts)
     positions = torch.tensor(lengths, device=packed.device)
@@ -130,6 +136,42 @@ def adapter_errors() -> dict[str, float]:
     }
 
 
+KEPT = dataclasses.replace(SMALL, kept_rows=32, kept_cols=32)
+
+
+@torch.no_grad()
+def skipped_error(fp8: bool) -> float:
+    """A step that skips half of the values, against the packed model that does so; a step that skips none differs."""
+    model = model_of("segments", layers=2 - fp8, qkv_tokens=[20, 9], ffn_tokens=[40, 3], vocab=100)
+    model = rounded(model) if fp8 else model
+    ids = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(2))
+    whole, (packed, skips) = Packed(model), skipping(model, torch.float32, ids, 0.5)
+    step, prompts = FusedModel(model, torch.float32, fp8, skips).step(1, KEPT), [ids[0, :9].tolist()]
+    (expected, other), position = (prefilled(whole, prompts) for _ in range(2)), torch.tensor([9])
+    logits, dense = (p.logits(p.hidden(ids[:1, 9:10], position[:, None], cache)[:, 0])
+                     for p, cache in ((packed, expected), (whole, other)))  # fmt: skip
+    assert relative(logits, dense) > 0.01
+    return relative(step(ids[0, 9:10], position, prefilled(whole, prompts)), logits)
+
+
+def unread_error() -> float:
+    """Values of tokens that are skipped may be anything, even NaN; one token of each member is kept."""
+    from tokenformer.ops.kernels import decode_one
+
+    score = torch.full((2, 64), -1.0)
+    score[:, 5] = 50.0
+    values, out = torch.full((2, 64, 40), torch.nan), torch.ones(2, 40)
+    values[:, 5] = torch.arange(80.0).view(2, 40)
+    rule, base = torch.tensor([[-1.0, 0.5, -0.1, 0.0]] * 2), torch.full((2, 40), 3.0)
+    tau, bounds = torch.tensor([8.0]), torch.tensor([0, 64], dtype=torch.int32)
+    part, counter = torch.empty(2 * 4 * 40), torch.zeros(8, dtype=torch.int32)
+    decode_one.values_kept(
+        score, tau, bounds, values, rule, base, out, part, counter, add=True, rows=16, cols=32, warps=4, pdl=False
+    )
+    weight = torch.nn.functional.gelu(50.0 * 8 / score[0].norm())
+    return relative(out, 1 + 3 + values[:, 5] * (weight + 0.1))
+
+
 def greedy_error() -> float:
     """The share of numbers that differ from what the engine's own operations give."""
     from tokenformer.ops.kernels import decode
@@ -186,6 +228,11 @@ if __name__ == "__main__":
     for shape in SHAPES:
         results[f"{shape}, 3 rows"] = step_error(model_of(shape, layers=1), [5, 1, 12], SMALL)
     results["layers of two shapes"] = step_error(model_of("segments", layers=2, **UNEVEN), [9], SMALL)
+    for lengths in ([9], [5, 1]):  # a vocabulary of no whole tiles
+        uneven = model_of("segments", layers=1, qkv_tokens=[20, 9], ffn_tokens=[40, 3], vocab=100)
+        results[f"fp8, {len(lengths)} rows"] = step_error(uneven, lengths, SMALL, fp8=True)
+    results |= {f"skipped values{', fp8' * fp8}": skipped_error(fp8) for fp8 in (False, True)}
+    results["skipped values are not read"] = unread_error()
     results["prefill"] = prefill_error(model_of("segments", layers=1))
     results["greedy"] = greedy_error()
     results["zeros"] = zeros_error()

@@ -20,6 +20,11 @@ CASES = {
     "one segment, 3 rows": 2e-5,
     "segments, 3 rows": 2e-5,
     "layers of two shapes": 2e-5,
+    "fp8, 1 rows": 1e-5,
+    "fp8, 2 rows": 1e-5,
+    "skipped values": 1e-5,
+    "skipped values, fp8": 1e-5,
+    "skipped values are not read": 1e-6,
     "prefill": 2e-5,
     "greedy": 1e-9,
     "zeros": 2e-5,
@@ -48,7 +53,7 @@ def test_in_the_interpreter_a_fused_step_is_the_reference_step(errors):
 
 
 TYPES = {  # of the arguments that are not constants
-    "*fp32": "tau cos sin raw stat part qkv",
+    "*fp32": "tau cos sin raw stat part qkv scales row_scale key_scale value_scale rule base",
     "*bf16": "g copy",
     "*i32": "bounds counter",
     "*i64": "positions",
@@ -57,22 +62,34 @@ TYPES = {  # of the arguments that are not constants
 }
 ONE = {"x": "*fp32", "score": "*fp32", "keys": "*i32", "values": "*i32", "out": "*fp32"}
 MANY = {"x": "*bf16", "keys": "*bf16", "values": "*bf16", "out": "*bf16"}
-PIECES = {"R": 8, "BK": 128, "EVEN": True, "DEPTH": 18, "KIND": "bf16", "PDL": True}
+EIGHT = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
+PIECES = {"R": 8, "BK": 128, "EVEN": True, "DEPTH": 18, "KIND": "bf16", "CENTRED": False, "PDL": True}
+OUT = {"N": 1536, "SEGMENTS": 2, "ADD": True}
 DOT = {"ROWS": 64, "BK": 128, "BB": 32, "PRECISION": "tf32", "PDL": True}
+KEPT = {**OUT, "N": 6144, "E": 1536, "MANY": 8192, "ROWS": 256, "BE": 128, "SPLIT": 24, "PARTS": 32, "PDL": True}
+SCORES = {"D": 1536, "N": 1536, "PARTS": 32, "SEGMENTS": 2, "HALF": 0}
+SUMS = {"N": 6144, "E": 1536, "SPLIT": 5, "ADD": True, "EVEN": True}
 HEAD = {"H": 16, "C": 96, "CP": 128, "HALF": 12, "BS": 32, "SPLIT": 1, "STAGES": 3, "PRECISION": "tf32", "PDL": True}
 KERNELS: dict[str, tuple[str, dict, dict]] = {  # name → kernel, types, constants
-    "scores of one row": ("_scores_one", ONE, {**PIECES, "PER": 24, "K": 768}),
+    "scores of one row": ("_scores_one", ONE, {**PIECES, "PER": 24, "K": 768, "key_scale": None}),
     "scores of one row in fp32": (
-        "_scores_one", ONE | {"keys": "*fp32"}, {**PIECES, "PER": 24, "K": 1536, "EVEN": False, "KIND": "fp32"},
+        "_scores_one", ONE | {"keys": "*fp32"},
+        {**PIECES, "PER": 24, "K": 1536, "EVEN": False, "KIND": "fp32", "key_scale": None},
     ),
+    "scores of one row in fp8": ("_scores_one", ONE, {**PIECES, "PER": 48, "K": 384, "KIND": "fp8", "CENTRED": True}),
     "outputs of one row": (
-        "_values_one", ONE, {**PIECES, "PER": 24, "K": 768, "N": 1536, "SEGMENTS": 2, "ADD": True},
+        "_values_one", ONE, {**PIECES, **OUT, "PER": 24, "K": 768, "value_scale": None},
     ),
-    "scores of several rows": (
-        "_scores", MANY, {**DOT, "D": 1536, "N": 1536, "PARTS": 32, "SEGMENTS": 2, "HALF": 0},
-    ),
-    "outputs of several rows": (
-        "_values", MANY | {"out": "*fp32"}, {**DOT, "N": 6144, "E": 1536, "SPLIT": 5, "ADD": True},
+    "outputs of one row in fp8": ("_values_one", ONE, {**PIECES, **OUT, "PER": 48, "K": 384, "KIND": "fp8"}),
+    "outputs of one row, some skipped": ("_values_kept", ONE | {"values": "*bf16"}, {**KEPT, "value_scale": None}),
+    "outputs of one row in fp8, some skipped": ("_values_kept", ONE | {"values": "*fp8e4nv"}, KEPT),
+    "scores of several rows": ("_scores", MANY, {**DOT, **SCORES, "scales": None}),
+    "scores of several rows in fp8": ("_scores", MANY | EIGHT, {**DOT, **SCORES}),
+    "outputs of several rows": ("_values", MANY | {"out": "*fp32"}, {**DOT, **SUMS, "row_scale": None}),
+    "outputs of several rows in fp8": ("_values", MANY | EIGHT | {"out": "*fp32"}, {**DOT, **SUMS, "row_scale": None}),
+    "the head of several rows in fp8": (
+        "_values", MANY | EIGHT | {"out": "*fp32"},
+        {**DOT, **SUMS, "E": 50300, "SPLIT": 1, "ADD": False, "EVEN": False},
     ),
     "attention": ("_attention", MANY, HEAD),
     "attention in parts": ("_attention", MANY, {**HEAD, "SPLIT": 8, "STAGES": 1}),
@@ -90,8 +107,9 @@ def test_the_kernels_compile_for_hopper_as_they_are_meant(name):
 
     from tokenformer.ops.kernels import decode, decode_one
 
-    called, own, constants = KERNELS[name]
-    kernel = getattr(decode_one if called.endswith("_one") else decode, called)
+    called, own, given = KERNELS[name]
+    kernel, one = getattr(decode_one, called, None) or getattr(decode, called), called.endswith("_one")
+    constants = {n: value for n, value in given.items() if n in kernel.arg_names}
     types = {n: t for t, names in TYPES.items() for n in names.split()} | own
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
@@ -102,11 +120,13 @@ def test_the_kernels_compile_for_hopper_as_they_are_meant(name):
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in whole},
     )
-    options = {"num_warps": 8 if called.endswith("_one") else 4, "num_stages": 4, "launch_pdl": True}
+    options = {"num_warps": 8 if one or called == "_values_kept" else 4, "num_stages": 4, "launch_pdl": True}
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     before, _, after = text.partition("griddepcontrol.wait")
     wide = before.count(".v4.b32")
-    assert wide == (18 if called.endswith("_one") else 0) or (called == "_attention" and wide > 0)
+    assert wide == (18 if one else 0) or (called == "_attention" and wide > 0)
+    if called == "_values_kept":  # a row that is not wanted is not asked for
+        assert after.count("L1::evict_first.L2::cache_hint.v4.b32") == (8 if "value_scale" not in given else 16)
     assert "st.global" in after and "st.global" not in before
     assert ("wgmma" in text and "cp.async" in text) == (called in ("_scores", "_values"))
 
@@ -131,7 +151,17 @@ def test_what_the_kernels_cannot_do_is_said(tokenformer_model):
 def test_on_the_gpu_a_fused_step_is_the_reference_step(shape, overlapped, dtype, tolerance):
     model = model_of(shape).to("cuda", dtype)
     for lengths in ([9], [5, 1, 12], [3] * 33):
-        assert step_error(model, lengths, Tuning(pdl=overlapped, one_words=32, block=32)) < tolerance
+        tuning = Tuning(pdl=overlapped, one_words=32, block=32)
+        assert step_error(model, lengths, tuning) < tolerance
+        assert step_error(model, lengths, tuning, fp8=True) < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_on_the_gpu_skipped_values_decode_as_the_reference_does(weights, prompts):
+    model = model_of("one segment", context=128).cuda()
+    plain, kernels = (Engine(model, backend=b, weights=weights, skip=0.4) for b in ("torch", "triton"))
+    assert [plain.generate([p], 20)[0].ids for p in prompts] == [kernels.generate([p], 20)[0].ids for p in prompts]
 
 
 @pytest.mark.gpu

@@ -70,7 +70,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace a file of that name")
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
     add("--adapter", action="append", default=[], metavar="FOLDER[=WEIGHT]", help="attach one; may be given often")
-    add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
+    help = "of a run with train.ema (default: average); of a language model fp8: rounded to 8 bits"
+    add("--weights", choices=["average", "raw", "fp8"], help=help)
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
 
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int | None:
     from tokenformer.eval.tasks import TASKS, read_rows
     from tokenformer.files import check_writable, write_text
     from tokenformer.hub.open import open_model, split_words
+    from tokenformer.infer.quantised import rounded
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     names = list(TASKS) if names == ["all"] else names
@@ -95,6 +97,8 @@ def run(args: argparse.Namespace) -> int | None:
         if number is not None and number < 1:
             raise UserError(f"--{option.replace('_', '-')} is {number}: give 1 or more")
     if args.images or args.pairs:
+        if args.weights == "fp8":
+            raise UserError("--weights fp8 is for language models: leave it out, or give --text or --tasks instead")
         if names or args.text or (args.images and args.pairs):
             raise UserError(
                 "--images is for image models, --pairs for pairs, --text and --tasks for language models: "
@@ -124,8 +128,10 @@ def run(args: argparse.Namespace) -> int | None:
     opened = open_model(source, configs, tokenizer=args.tokenizer, **how)
     opened.prepare = partial(attach_all, words=args.adapter)
     tokenizer, model = opened.tokenizer, opened.model.eval()
+    if args.weights == "fp8":
+        model = rounded(model)
     context, stride = window(model.config.context, args.context, args.stride)
-    results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters}
+    results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters, "weights": args.weights}
     results["tokenizer"] = {"name": tokenizer.name, "sha256": fingerprint(tokenizer)}
     results |= {"context": context, "limit": args.limit}
     try:

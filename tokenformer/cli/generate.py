@@ -56,6 +56,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
+    add("--weights", choices=["fp8"], help="fp8: round them to 8 bits; on a GPU a step then reads half the bytes")
+    add("--skip", type=float, metavar="SHARE", help="do not read this share of value tokens; one prompt at a time")
 
 
 def run(args: argparse.Namespace) -> int | None:
@@ -90,6 +92,8 @@ def run(args: argparse.Namespace) -> int | None:
     prompts = [] if talks else named or request.prompts()
     if "" in args.stop:
         raise UserError("--stop is empty: give the text that ends a result, or leave it out")
+    if args.skip is not None:
+        args.batch = 1
     if args.batch < 1:
         raise UserError(f"--batch is {args.batch}: give a number above 0")
     opened = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
@@ -99,7 +103,9 @@ def run(args: argparse.Namespace) -> int | None:
         tokenizer, language = opened.text_tokenizer, opened.model.eval().text
     else:
         tokenizer, language = opened.tokenizer, opened.model.eval()
-    engine = Engine(language, vocab=tokenizer.vocab_size)
+    engine = Engine(language, vocab=tokenizer.vocab_size, weights=args.weights, skip=args.skip)
+    for sentence in engine.said:
+        print(sentence, file=sys.stderr)
     stop_ids = [stop_token(tokenizer, word) for word in args.stop_token]
     do = partial(converse if talks else write, engine, request=request, stop_ids=stop_ids, args=args)
     do = do if talks else partial(do, prompts=prompts)

@@ -36,6 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
+    add("--weights", choices=["fp8"], help="fp8: round them to 8 bits; on a GPU a step then reads half the bytes")
 
 
 def run(args: argparse.Namespace) -> int:

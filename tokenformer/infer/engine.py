@@ -14,11 +14,14 @@ from torch import Tensor
 from tokenformer.errors import UserError
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.kernel_step import FusedModel, Tuning, why_not
-from tokenformer.infer.packed import Packed
+from tokenformer.infer.packed import Packed, check_readable
+from tokenformer.infer.quantised import rounded
 from tokenformer.infer.sampling import Sampling, choose, penalise, uniform
+from tokenformer.infer.skipping import check_skip, skipping
 from tokenformer.models import LanguageModel
 
 SLOTS = 128  # caches have a multiple of this, so that a graph serves several prompts
+OWN_TEXT = 256  # tokens that a model writes to find out what it can skip
 PADDED = 64  # and so have prompts, under graphs
 
 Ids = Sequence[int] | Tensor  # of one prompt; a tensor has one dimension
@@ -53,21 +56,60 @@ class Engine:
         graph: bool | None = None,
         tuning: Tuning | None = None,
         prefix: Tensor | None = None,
+        weights: str | None = None,
+        skip: float | None = None,
     ) -> None:
         """`chunk`: positions of a prompt computed at once. `vocab`: ids from there on are never chosen (padding of the
         embedding). `every`: steps between two reads by the host. `backend`: torch or triton (None: triton if possible).
         `graph`: whether a step is a CUDA graph (None: where there is CUDA). `tuning`: of the kernels. `prefix`: see
-        `read`.
+        `read`. `weights`: fp8 rounds them to 8 bits, of which the kernels then read half the bytes (None: as they are).
+        `skip`: this share of value tokens is not read in steps, which are then for one prompt at a time.
         """
+        if skip is not None:
+            check_skip(model, skip)
+        if weights not in (None, "fp8"):
+            raise UserError(f"weights is '{weights}', but must be fp8, or left out")
+        if weights:
+            check_readable(model)
+            model = rounded(model)
         self.packed = Packed(model, dtype)
+        if weights and self.packed.dtype == torch.float16:  # too narrow for Θ times a value's scale
+            raise UserError("weights in fp8 are not computed in float16: choose bfloat16 or float32 (--dtype)")
         self.chunk, self.every = chunk, every
         self.vocab = min(vocab or model.config.vocab, model.config.vocab)
         self.graph = self.packed.device.type == "cuda" if graph is None else graph
-        self.backend, self.make_step, self.hidden = choose_backend(model, self.packed, backend, tuning or Tuning())
+        tuning, fp8 = tuning or Tuning(), bool(weights)
+        self.backend, self.make_step, self.hidden, said = choose_backend(model, self.packed, backend, tuning, fp8)
+        self.said = [said] if said else []  # what a user should know
         self.names, self.active = model.config.switch_names(), dict(model.active)
         self.moved = {name for name, moved in getattr(model, "adapters", {}).items() if moved}
         self._last: _Batch | None = None
+        self.read(None)
+        if skip is not None:
+            self._skip(model, skip, tuning, fp8)
         self.read(prefix)
+
+    def _skip(self, model: LanguageModel, share: float, tuning: Tuning, fp8: bool) -> None:
+        """Skip value tokens from now on; what is skipped is found on a text that the model writes itself."""
+        count = min(OWN_TEXT, self.context - 1)
+        ids = [0, *self.generate([[0]], count, Sampling(temperature=1.0))[0].ids]
+        sparse, skips = skipping(model, self.packed.dtype, torch.tensor([ids], device=self.packed.device), share)
+        step, saved = plain_step(sparse), "nothing is saved without kernels"
+        if self.backend == "triton":
+            fused = FusedModel(model, self.packed.dtype, fp8, skips)
+            whole, less = fused.nbytes / 1e9, share * fused.value_bytes / 1e9
+            step, saved = fused.step(1, tuning), f"a step reads about {whole - less:.3f} GB of weights, not {whole:.3f}"
+        assert step is not None
+
+        def make_step(batch: int) -> Step:
+            if batch != 1:
+                raise UserError(f"value tokens are skipped for one text at a time, not {batch}: leave skip out")
+            return step
+
+        self.make_step = make_step
+        self.said.append(
+            f"{share:.0%} of the value tokens are skipped, by ranges found on {count} tokens of the model: {saved}"
+        )
 
     def read(self, prefix: Tensor | None) -> None:
         """Let every prompt come after embeddings (P, D) that see each other, such as an image's. None: none."""
@@ -196,9 +238,11 @@ Hidden = Callable[[Tensor, StaticCache, int, Switches], Tensor]  # ids (B, T), c
 
 
 def choose_backend(
-    model: LanguageModel, packed: Packed, wanted: str | None, tuning: Tuning
-) -> tuple[str, Callable[[int], Step], Hidden]:
-    """Return the name of the backend, a function that makes a step for a batch size, and the prefill."""
+    model: LanguageModel, packed: Packed, wanted: str | None, tuning: Tuning, fp8: bool = False
+) -> tuple[str, Callable[[int], Step], Hidden, str]:
+    """Return the name of the backend, a function that makes a step for a batch size, the prefill, and what is to be
+    said about weights in fp8.
+    """
     if wanted not in (None, "torch", "triton"):
         raise UserError(f"backend is '{wanted}', but must be torch or triton")
     reason = why_not(packed.config, packed.device)
@@ -206,20 +250,33 @@ def choose_backend(
         raise UserError(f"the triton kernels cannot be used, since {reason}: take the backend torch")
 
     def plain(batch: int) -> Step:
-        def step(ids: Tensor, positions: Tensor, cache: StaticCache, switches: Switches) -> Tensor:
-            hidden = packed.hidden(ids[:, None], positions[:, None], cache, switches=switches)
-            return packed.logits(hidden[:, 0], switches)
-
-        return step
+        return plain_step(packed)
 
     def plain_hidden(ids_BT: Tensor, cache: StaticCache, start: int, switches: Switches) -> Tensor:
         places = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)
         return packed.hidden(ids_BT, places, cache, start, switches)
 
     if wanted == "torch" or reason:
-        return "torch", plain, plain_hidden
-    fused = FusedModel(model, packed.dtype)
-    return "triton", lambda batch: fused.step(batch, tuning) or plain(batch), fused.hidden
+        kind = str(packed.dtype).removeprefix("torch.")
+        why = f", since {reason}" if reason else ""
+        said = f"weights in fp8: rounded to 8 bits, and computed in {kind} without kernels{why}: nothing is saved"
+        return "torch", plain, plain_hidden, said if fp8 else ""
+    fused, said = FusedModel(model, packed.dtype), ""
+    steps = fused
+    if fp8:
+        steps = FusedModel(model, packed.dtype, fp8=True)
+        said = f"weights in fp8: a step reads {steps.nbytes / 1e9:.3f} GB of them instead of {fused.nbytes / 1e9:.3f}"
+    return "triton", lambda batch: steps.step(batch, tuning) or plain(batch), fused.hidden, said
+
+
+def plain_step(packed: Packed) -> Step:
+    """Return a step by PyTorch's operations, for any batch."""
+
+    def step(ids: Tensor, positions: Tensor, cache: StaticCache, switches: Switches) -> Tensor:
+        hidden = packed.hidden(ids[:, None], positions[:, None], cache, switches=switches)
+        return packed.logits(hidden[:, 0], switches)
+
+    return step
 
 
 def capture(work: Callable[[], object], pool: Any = None) -> Callable[[], None]:

@@ -1,7 +1,8 @@
 """Single-token steps and prefill on the decoding kernels. Weights are laid out, and buffers made, once.
 
 Unusual: keys that read a LayerNorm have their mean subtracted, values are transposed, segments are padded with zero
-tokens; the residual stream stays in fp32. Legend: B batch, D dim, N tokens, E output dim, M members, W vocabulary.
+tokens; the residual stream stays in fp32. Keys in fp8 keep their mean: the kernels take out that of the input instead.
+Legend: B batch, D dim, N tokens, E output dim, M members, W vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from tokenformer.config import ModelConfig
 from tokenformer.infer.cache import StaticCache
+from tokenformer.infer.quantised import FP8, quantise
+from tokenformer.infer.skipping import Skip
 from tokenformer.models import LanguageModel, Pattention
 from tokenformer.ops.attention import attention
 from tokenformer.ops.rotary import angles
@@ -38,6 +41,9 @@ class Tuning:
     one_depth: int = 18  # pieces under way
     one_warps: int = 8
     one_registers: int = 128  # a thread has: with fewer, the next kernel has room beside this one
+    kept_rows: int = 256  # tokens of a program, where values are skipped
+    kept_cols: int = 128  # and its outputs
+    kept_warps: int = 8
     one_slots: int = 32  # of the cache at once
     one_slot_warps: int = 2
     # several rows of data
@@ -69,26 +75,50 @@ def why_not(config: ModelConfig, device: torch.device) -> str | None:
 
 
 class FusedTokens:
-    """Pattentions of one input (q, k and v, or one alone) of layers of one shape, laid out for the kernels."""
+    """Pattentions of one input (q, k and v, or one alone) of layers of one shape, laid out for the kernels. `centred`:
+    their input comes through a LayerNorm, which is not computed. In fp8 each token has three numbers beside it: its
+    key's scale, that times the key's mean (0 if not centred), and its value's scale. With `skips`, of each layer, the
+    values of a token lie together.
+    """
 
-    def __init__(self, layers: Sequence[Sequence[Pattention]], dtype: torch.dtype, centred: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Pattention]],
+        dtype: torch.dtype,
+        centred: bool,
+        fp8: bool = False,
+        skips: Sequence[Skip] | None = None,
+    ) -> None:
         one, self.members, self.switch = layers[0][0].segments, len(layers[0]), layers[0][0].switch
         self.sizes = sizes = [len(s.key_tokens) for s in one]
         padded = [-(-n // PAD) * PAD for n in sizes]
         device, self.n = one[0].key_tokens.device, sum(padded)
         d_in, d_out = one[0].key_tokens.shape[1], one[0].value_tokens.shape[1]
-        self.key_LND = torch.zeros(len(layers), self.members * self.n, d_in, dtype=dtype, device=device)
-        self.value_LMEN = torch.zeros(len(layers), self.members, d_out, self.n, dtype=dtype, device=device)
+        self.dtype, self.centred, held = dtype, centred, FP8 if fp8 else dtype
+        self.key_LND = torch.zeros(len(layers), self.members * self.n, d_in, dtype=held, device=device)
+        shape = (self.n, d_out) if skips else (d_out, self.n)
+        value = torch.zeros(len(layers), self.members, *shape, dtype=held, device=device)
+        self.value_LMEN = value.mT if skips else value
+        self.scale_L3N = torch.zeros(len(layers), 3, self.members * self.n, device=device) if fp8 else None
         for i, members in enumerate(layers):
             for m, member in enumerate(members):
                 at = 0
                 for segment, size, room in zip(member.segments, sizes, padded, strict=True):
-                    keys = segment.key_tokens.detach().float()
-                    if centred:  # Σ (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
+                    keys, values = (t.detach().float() for t in (segment.key_tokens, segment.value_tokens))
+                    rows = slice(m * self.n + at, m * self.n + at + size)
+                    if self.scale_L3N is not None:
+                        (keys, key_N), (values, value_N) = quantise(keys), quantise(values)
+                        mean_N = key_N * keys.float().mean(-1) if centred else torch.zeros_like(key_N)
+                        self.scale_L3N[i, :, rows] = torch.stack([key_N, mean_N, value_N])
+                    elif centred:  # Σ (x − mean)·k is Σ x·(k − mean): LayerNorm's mean goes into the keys
                         keys = keys - keys.mean(-1, keepdim=True)
-                    self.key_LND[i, m * self.n + at : m * self.n + at + size] = keys.to(dtype)
-                    self.value_LMEN[i, m, :, at : at + size] = segment.value_tokens.detach().T.to(dtype)
+                    self.key_LND[i, rows] = keys.to(held)
+                    self.value_LMEN[i, m, :, at : at + size] = values.T.to(held)
                     at += room
+        if skips:
+            self.rule_LM4 = torch.stack([F.pad(torch.stack(skip, 1), (0, 1)) for skip in skips])
+            scale_LM1N = 1.0 if self.scale_L3N is None else self.scale_L3N[:, 2].unflatten(1, (self.members, 1, -1))
+            self.base_LME = self.rule_LM4[..., 2:3] * (self.value_LMEN.float() * scale_LM1N).sum(-1)
         self.bounds = torch.tensor([0, *padded]).cumsum(0).to(device=device, dtype=torch.int32)
         self.taus = [[s.tau for s in members[0].segments] for members in layers]
         # each layer's at a multiple of 16 bytes: else the kernels would be compiled twice
@@ -103,14 +133,23 @@ class FusedTokens:
         given = {"": torch.ones(batch, device=self.key_LND.device), **(switches or {})}
         off = torch.zeros_like(given[""])
         columns = [given.get(s, off)[:, None].expand(-1, n) for s, n in zip(self.switch, self.padded, strict=True)]
-        return torch.cat(columns, 1).repeat(1, self.members).to(self.key_LND.dtype)
+        return torch.cat(columns, 1).repeat(1, self.members).to(self.dtype)
+
+    def scales(self, at: int) -> Sequence[Tensor | None]:
+        """Return the scales of the keys and of the values of layer `at`; None where there are none."""
+        return (None, None) if self.scale_L3N is None else (self.scale_L3N[at, 0], self.scale_L3N[at, 2])
 
 
 class FusedModel:
-    """A model's weights for the kernels, shared by steps of all batch sizes. Layers of one shape lie together."""
+    """A model's weights for the kernels, shared by steps of all batch sizes. Layers of one shape lie together. In `fp8`
+    they, and the head, have 8 bits each: the model was `rounded` to them, and makes steps, but no prefill. With `skips`
+    (`infer/skipping.py`) it makes steps for one row alone.
+    """
 
-    def __init__(self, model: LanguageModel, dtype: torch.dtype) -> None:
-        self.config, self.dtype = model.config, dtype
+    def __init__(
+        self, model: LanguageModel, dtype: torch.dtype, fp8: bool = False, skips: Sequence[Skip] | None = None
+    ) -> None:
+        self.config, self.dtype, self.skips = model.config, dtype, skips
         layers: list[tuple[list[Pattention], ...]] = []
         for block in model.blocks:
             part: Any = block
@@ -120,18 +159,35 @@ class FusedModel:
         for _, run in groupby(
             layers, lambda layer: [([len(s.key_tokens) for s in g[0].segments], g[0].switch) for g in layer]
         ):
-            some = list(run)
-            self.runs.append([FusedTokens([layer[i] for layer in some], dtype, i != 1) for i in range(3)])
+            some, at = list(run), 3 * sum(len(groups[0].tau_LS) for groups in self.runs)
+            of = [skips[at + i : at + 3 * len(some) : 3] if skips else None for i in range(3)]
+            self.runs.append([FusedTokens([layer[i] for layer in some], dtype, i != 1, fp8, of[i]) for i in range(3)])
         self.places = [(run, at) for run in self.runs for at in range(len(run[0].tau_LS))]
         self.embedding = _table([model.embedding, model.added_embedding], dtype)
         self.head = self.embedding if model.head is None else _table([model.head, model.added_head], dtype)
+        self.head_scale: Tensor | None = None
+        if fp8:
+            self.head, self.head_scale = quantise(self.head)
         norm: Any = model.norm
         self.norm = (norm.weight.detach().float(), norm.bias.detach().float(), model.config.norm_eps)
         self.device = self.embedding.device
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a step reads."""
+        parts = [
+            t for run in self.runs for tokens in run for t in (tokens.key_LND, tokens.value_LMEN, tokens.scale_L3N)
+        ]
+        return sum(t.nbytes for t in [*parts, self.head, self.head_scale] if t is not None)
+
+    @property
+    def value_bytes(self) -> int:
+        return sum(tokens.value_LMEN.nbytes for run in self.runs for tokens in run)
+
     def step(self, batch: int, tuning: Tuning) -> "OneStep | FewStep | None":
         if batch == 1 and not self.config.switch_names():
             return OneStep(self, tuning)
+        assert not self.skips
         return FewStep(self, batch, tuning) if batch <= MOST else None
 
     def factors(self, batch: int, switches: Mapping[str, Tensor] | None) -> list[list[Tensor | None]]:
@@ -191,6 +247,10 @@ class OneStep:
         most = max(t.members * t.n for run in model.runs for t in run)
         self.score, self.logits = torch.empty(most, device=device), torch.empty(1, len(model.head), device=device)
         self.qkv_MBD, self.seen_BD = torch.empty(3, 1, c.dim, device=device), torch.empty(1, c.dim, device=device)
+        if model.skips:
+            parts = max(t.members * -(-t.n // tuning.kept_rows) for run in model.runs for t in run)
+            self.part = torch.empty(parts * c.dim, device=device)
+            self.counter = torch.zeros(3 * c.dim, dtype=torch.int32, device=device)
         self.attend = Attend(model, 1, tuning)
 
     def __call__(self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache, switches: Any = None) -> Tensor:
@@ -204,9 +264,20 @@ class OneStep:
         x_BD = m.embedding[ids_B].float()
 
         def tokens(group: FusedTokens, at: int, x: Tensor, out: Tensor, add: bool) -> None:
-            decode_one.scores_one(x, group.key_LND[at], self.score, programs=t.one_programs, **how)
+            key_scale, value_scale = group.scales(at)
+            decode_one.scores_one(
+                x, group.key_LND[at], self.score, scales=key_scale, centred=key_scale is not None and group.centred,
+                programs=t.one_programs, **how,
+            )  # fmt: skip
+            if m.skips:
+                decode_one.values_kept(
+                    self.score, group.tau_LS[at], group.bounds, group.value_LMEN[at].mT, group.rule_LM4[at],
+                    group.base_LME[at], out, self.part, self.counter, scales=value_scale, add=add,
+                    rows=t.kept_rows, cols=t.kept_cols, warps=t.kept_warps, pdl=t.pdl,
+                )  # fmt: skip
+                return
             decode_one.values_one(
-                self.score, group.tau_LS[at], group.bounds, group.value_LMEN[at], out, add=add,
+                self.score, group.tau_LS[at], group.bounds, group.value_LMEN[at], out, scales=value_scale, add=add,
                 programs=t.one_wide if group.n > 2 * out.shape[-1] else t.one_values, **how,
             )  # fmt: skip
 
@@ -217,7 +288,7 @@ class OneStep:
             tokens(ffn, at, x_BD, x_BD, True)
         weight, bias, eps = m.norm
         hidden_BD = F.layer_norm(x_BD, x_BD.shape[1:], weight, bias, eps).to(m.dtype)
-        decode_one.scores_one(hidden_BD, m.head, self.logits, programs=8 * t.one_programs, **how)
+        decode_one.scores_one(hidden_BD, m.head, self.logits, scales=m.head_scale, programs=8 * t.one_programs, **how)
         return self.logits
 
 
@@ -258,6 +329,9 @@ class FewStep:
         groups = [t for run in model.runs for t in run]
         most = max(t.members * t.n for t in groups)
         self.bb = max(16, 1 << (batch - 1).bit_length())
+        self.how: dict[str, Any] = {
+            "bb": self.bb, "warps": tuning.warps, "stages": tuning.stages, "pdl": tuning.pdl,
+        }  # fmt: skip
         self.g = torch.empty(batch * most, dtype=model.dtype, device=device)
         self.raw = torch.empty(most * self.bb, device=device)
         tiles = max(t.members * t.n // tuning.score_rows for t in groups)
@@ -282,6 +356,8 @@ class FewStep:
     def __call__(
         self, ids_B: Tensor, positions_B: Tensor, cache: StaticCache, switches: Mapping[str, Tensor] | None = None
     ) -> Tensor:
+        from tokenformer.ops.kernels import decode
+
         m, c = self.model, self.model.config
         self.arrived.zero_()
         copy_BD = m.embedding[ids_B]
@@ -295,7 +371,14 @@ class FewStep:
             self._tokens(ffn, at, self.arrived[i, 2], copy_BD, x_BD, copy_BD, h)
         weight, bias, eps = m.norm
         hidden_BD = F.layer_norm(x_BD, (c.dim,), weight, bias, eps).to(m.dtype)
-        return hidden_BD @ m.head.T
+        if m.head_scale is None:
+            return hidden_BD @ m.head.T
+        logits_BW = torch.empty(self.batch, len(m.head), device=m.device)
+        decode.values(
+            hidden_BD, m.head[None], logits_BW[None], None, self.part, self.counter, rows=self.tuning.value_rows,
+            block=min(self.block, c.dim & -c.dim), split=1, scale=m.head_scale, **self.how,
+        )  # fmt: skip
+        return logits_BW
 
     def _tokens(
         self,
@@ -312,15 +395,14 @@ class FewStep:
 
         t = self.tuning
         g_BN = self.g[: self.batch * tokens.members * tokens.n].view(self.batch, -1)
-        how: dict[str, Any] = {"bb": self.bb, "warps": t.warps, "stages": t.stages, "pdl": t.pdl}
         decode.scores(
-            x, tokens.key_LND[at], g_BN, self.raw, self.stat, arrived, tokens.tau_LS[at], tokens.bounds,
-            tokens.members, rows=t.score_rows, block=self.block,
-            apart=len(tokens.key_LND[at]) // t.score_rows > self.together, **how,
+            x, tokens.key_LND[at], None if tokens.scale_L3N is None else tokens.scale_L3N[at], g_BN, self.raw,
+            self.stat, arrived, tokens.tau_LS[at], tokens.bounds, tokens.members, rows=t.score_rows, block=self.block,
+            apart=len(tokens.key_LND[at]) // t.score_rows > self.together, **self.how,
         )  # fmt: skip
         if factor_BN is not None:
             g_BN *= factor_BN
         decode.values(
             g_BN, tokens.value_LMEN[at], out, copy, self.part, self.counter, rows=t.value_rows,
-            block=min(self.block, tokens.block), split=self.split(tokens), **how,
+            block=min(self.block, tokens.block), split=self.split(tokens), **self.how,
         )  # fmt: skip

@@ -38,12 +38,19 @@ class PackedTokens:
         names = set(members[0].switch) - {""} if not switch else ()
         self.switched = {name: PackedTokens(members, dtype, name) for name in names}
 
-    def __call__(self, x: Tensor, switches: Mapping[str, Tensor] | None = None) -> Tensor:
+    def weights(self, x: Tensor) -> Tensor:
+        """Return Θ(x·Kᵀ) (…, M, N): how much each token counts, without switches."""
         scores = (x @ self.key_ND.T).unflatten(-1, (self.members, -1)).split(self.sizes, dim=-1)
         parts = [normalise(a, self.theta, tau) for a, tau in zip(scores, self.taus, strict=True)]
-        weight = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).to(self.value_MNE.dtype)
-        rows_MTN = weight.flatten(0, -3).transpose(0, 1)
-        out = torch.bmm(rows_MTN, self.value_MNE).unflatten(1, x.shape[:-1])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def sums(self, weight: Tensor) -> Tensor:
+        """Return (M, …, E): the sums of values by their weights (…, M, N)."""
+        rows_MTN = weight.to(self.value_MNE.dtype).flatten(0, -3).transpose(0, 1)
+        return torch.bmm(rows_MTN, self.value_MNE).unflatten(1, weight.shape[:-2])
+
+    def __call__(self, x: Tensor, switches: Mapping[str, Tensor] | None = None) -> Tensor:
+        out = self.sums(self.weights(x))
         for name in self.switched.keys() & (switches or {}).keys():
             out = out + per_sample(switches[name], x) * self.switched[name](x)  # pyrefly: ignore
         return out

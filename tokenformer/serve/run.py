@@ -83,7 +83,9 @@ def open_service(args: argparse.Namespace, address: Address) -> Any:
     models = {name: {}, **{Path(folder).resolve().name: {Path(folder).resolve().name: w} for folder, w in weights}}
     if len(models) <= len(weights):
         raise UserError(f"the model and an adapter are both called '{name}': give the model another --name")
-    engine = Engine(model, vocab=tokenizer.vocab_size)
+    engine = Engine(model, vocab=tokenizer.vocab_size, weights=args.weights)
+    for sentence in engine.said:
+        print(sentence, file=sys.stderr)
     rows = args.rows or (64 if engine.packed.device.type == "cuda" else 16)
     return Service(
         engine,

@@ -4,7 +4,8 @@ Unusual: LayerNorm is not computed. l2_norm_gelu ignores the scale of its input,
 channels (the caller subtracts it once) ignore the mean of the input, so LayerNorm changes nothing. Scores stay in
 registers until all programs know the norm: all programs run at once and wait for each other at a counter in memory.
 Sums over several programs are computed by the last of them, in a fixed order, so that equal inputs give equal bits.
-A kernel may start before the previous one has ended (PDL, programmatic dependent launch).
+A kernel may start before the previous one has ended (PDL, programmatic dependent launch). Weights in fp8 are widened in
+registers; their scales, one per row, are applied after the product.
 Legend: B rows of data, D d_in, N parameter tokens (each segment padded to 64 with zero tokens), E d_out, M members
 (q, k, v), H heads, C head_dim, S slots of the cache.
 """
@@ -45,12 +46,14 @@ def _wait(counter, target):
 
 @jit
 def _scores(
-    x, keys, out, raw, stat, counter, tau, bounds, batch, count,
+    x, keys, scales, out, raw, stat, counter, tau, bounds, batch, count,
     D: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, PARTS: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """out (B, count) = gelu(score · τ / ‖score‖) of score = x · keysᵀ, each segment of each member by itself.
 
+    `scales` (3, count), with keys and values in fp8: the score is score · scales[0] − Σx · scales[1], and the result is
+    multiplied by scales[2]. Keys in fp8 have a mean, so that of x has to be taken out here.
     HALF: 0 all of it; 1 and 2 the parts before and after the wait, for the interpreter, which cannot wait.
     """
     pid = tl.program_id(0)
@@ -60,13 +63,19 @@ def _scores(
     b = tl.arange(0, BB)
     keep = raw + rows[:, None] * BB + b[None, :]
     acc = tl.zeros((ROWS, BB), tl.float32)
+    total = tl.zeros((BB,), tl.float32)
     if PDL:
         gdc_wait()
     if HALF != 2:
         for k in range(0, D, BK):
             w = tl.load(keys + rows[:, None] * D + (k + cols)[None, :], eviction_policy="evict_first")
             xt = tl.load(x + b[None, :] * D + (k + cols)[:, None], mask=b[None, :] < batch, other=0.0)
-            acc = tl.dot(w, xt, acc, input_precision=PRECISION)
+            acc = tl.dot(w.to(xt.dtype), xt, acc, input_precision=PRECISION)
+            if scales is not None:
+                total += tl.sum(xt.to(tl.float32), 0)
+        if scales is not None:
+            shift = tl.load(scales + count + rows)[:, None] * total[None, :]
+            acc = acc * tl.load(scales + rows)[:, None] - shift
         tl.store(stat + pid * BB + b, tl.sum(acc * acc, 0))
     if HALF == 0:
         _signal(counter)
@@ -91,18 +100,21 @@ def _scores(
         ok = part < (member * N + last) // ROWS
         squares = tl.load(stat + part[:, None] * BB + b[None, :], mask=ok[:, None], other=0.0, cache_modifier=".cg")
         g = _gelu(acc * _scale(tl.sum(squares, 0), mine)[None, :])
+        if scales is not None:
+            g *= tl.load(scales + 2 * count + rows)[:, None]
         tl.store(out + b[None, :] * count + rows[:, None], g, mask=b[None, :] < batch)
 
 
 @jit
 def _values(
-    g, values, out, copy, part, counter, batch, count,
+    g, values, row_scale, out, copy, part, counter, batch, count,
     N: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, SPLIT: tl.constexpr,
-    ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (M, B, E) = values · g of each member. The tokens are split over programs; the last to end adds the parts.
 
-    ADD: the result is added to `out`, and also written to `copy`, in the type of `copy`.
+    ADD: the result is added to `out`, and also written to `copy`, in the type of `copy`. `row_scale` (E,): of
+    values, or None. EVEN: E is a multiple of ROWS.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -120,9 +132,14 @@ def _values(
     acc = tl.zeros((ROWS, BB), tl.float32)
     for k in range(low, high, BK):
         at = tl.multiple_of(k, BK) + cols
-        w = tl.load(w_rows[:, None] + at[None, :], eviction_policy="evict_first")
+        if EVEN:
+            w = tl.load(w_rows[:, None] + at[None, :], eviction_policy="evict_first")
+        else:
+            w = tl.load(w_rows[:, None] + at[None, :], mask=(rows < E)[:, None], eviction_policy="evict_first")
         gt = tl.load(g + b[None, :] * count + member * N + at[:, None], mask=b[None, :] < batch, other=0.0)
-        acc = tl.dot(w, gt, acc, input_precision=PRECISION)
+        acc = tl.dot(w.to(gt.dtype), gt, acc, input_precision=PRECISION)
+    if row_scale is not None:
+        acc *= tl.load(row_scale + rows, mask=rows < E, other=0.0)[:, None]
     offset = rows[:, None] * BB + b[None, :]
     done = SPLIT == 1
     if SPLIT > 1:
@@ -138,11 +155,14 @@ def _values(
                 acc += tl.load(part + other * E * BB + offset, cache_modifier=".cg")
             tl.store(counter + member * tl.num_programs(0) + tile, 0)
         place = (member * batch + b[None, :]) * E + rows[:, None]
+        inside = b[None, :] < batch
+        if not EVEN:
+            inside &= (rows < E)[:, None]
         if ADD:
-            acc += tl.load(out + place, mask=b[None, :] < batch, other=0.0)
-        tl.store(out + place, acc, mask=b[None, :] < batch)
+            acc += tl.load(out + place, mask=inside, other=0.0)
+        tl.store(out + place, acc, mask=inside)
         if ADD:
-            tl.store(copy + place, acc, mask=b[None, :] < batch)
+            tl.store(copy + place, acc, mask=inside)
 
 
 @jit
@@ -294,32 +314,36 @@ def _fill_cache(
 
 
 def scores(
-    x_BD: Tensor, keys: Tensor, out_BN: Tensor, raw: Tensor, stat: Tensor, counter: Tensor, tau: Tensor,
-    bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool,
+    x_BD: Tensor, keys: Tensor, scales: Tensor | None, out_BN: Tensor, raw: Tensor, stat: Tensor, counter: Tensor,
+    tau: Tensor, bounds: Tensor, members: int, *, rows: int, block: int, bb: int, warps: int, stages: int, pdl: bool,
     apart: bool,
 ) -> None:  # fmt: skip
-    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `counter` must be 0. `apart`: two launches instead of a wait."""
+    """`out` (B, M·N) = gelu(x · keysᵀ · τ / ‖…‖). `counter` must be 0. `apart`: two launches instead of a wait.
+    `scales` (3, M·N) belong to keys in fp8 (see `_scores`).
+    """
     count, dim = keys.shape
     for half in (1, 2) if apart else (0,):
         _scores[(count // rows,)](
-            x_BD, keys, out_BN, raw, stat, counter, tau, bounds, x_BD.shape[0], count,
+            x_BD, keys, scales, out_BN, raw, stat, counter, tau, bounds, x_BD.shape[0], count,
             D=dim, N=count // members, ROWS=rows, BK=_largest_power_of_2(dim, block), BB=bb,
             PARTS=next_power_of_2(count // members // rows), SEGMENTS=len(bounds) - 1,
-            PRECISION=_precision(keys), PDL=pdl, HALF=half, num_warps=warps, num_stages=stages,
+            PRECISION=_precision(x_BD), PDL=pdl, HALF=half, num_warps=warps, num_stages=stages,
             **_launch(pdl, not apart),
         )  # fmt: skip
 
 
 def values(
     g_BN: Tensor, values_MEN: Tensor, out_MBE: Tensor, copy: Tensor | None, part: Tensor, counter: Tensor, *,
-    rows: int, block: int, bb: int, split: int, warps: int, stages: int, pdl: bool,
+    rows: int, block: int, bb: int, split: int, warps: int, stages: int, pdl: bool, scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`out` (M, B, E) = values · g. With `copy`, the result is added to `out` and also written to `copy`."""
+    """`out` (M, B, E) = values · g. With `copy`, the result is added to `out` and also written to `copy`. `scale` (E,)
+    multiplies the rows of values; without it E is a multiple of `rows`.
+    """
     members, e, n = values_MEN.shape
-    _values[(e // rows, split, members)](
-        g_BN, values_MEN, out_MBE, copy if copy is not None else out_MBE, part, counter, g_BN.shape[0], g_BN.shape[1],
-        N=n, E=e, ROWS=rows, BK=block, BB=bb, SPLIT=split, ADD=copy is not None, PRECISION=_precision(values_MEN),
-        PDL=pdl, num_warps=warps, num_stages=stages, **_launch(pdl),
+    _values[(ceil_div(e, rows), split, members)](
+        g_BN, values_MEN, scale, out_MBE, copy if copy is not None else out_MBE, part, counter, *g_BN.shape,
+        N=n, E=e, ROWS=rows, BK=block, BB=bb, SPLIT=split, ADD=copy is not None, EVEN=e % rows == 0,
+        PRECISION=_precision(g_BN), PDL=pdl, num_warps=warps, num_stages=stages, **_launch(pdl),
     )  # fmt: skip
 
 
