@@ -2,6 +2,7 @@
 of each, E output dim; S = Θ(x·Kᵀ).
 """
 
+import functools
 import itertools
 import json
 import time
@@ -12,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenformer.infer import Engine, Sampling
+from tokenformer.infer.engine import OWN_TEXT
 from tokenformer.infer.packed import Packed, PackedTokens
 from tokenformer.infer.quantised import rounded
-from tokenformer.infer.skipping import find_range
+from tokenformer.infer.skipping import find_range, skipping
 
 METHODS = ("plain", "constant", "token", "energy")
 SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -163,6 +166,14 @@ class Study:
         skipped = sum(one.skipped_M.sum().item() / one.rows * one.norm_MN.shape[1] for one in self.sparse)
         return {"loss": found, "skipped": skipped / sum(one.norm_MN.numel() for one in self.sparse)}
 
+    def as_generated(self, share: float, fp8: bool) -> dict:
+        """The loss with what `generate --skip` does: ranges come from a text that the model writes itself."""
+        model = rounded(self.own) if fp8 else self.own
+        count = min(OWN_TEXT, model.config.context - 1)
+        ids = [0, *Engine(model).generate([[0]], count, Sampling(temperature=1.0))[0].ids]
+        sparse, _ = skipping(model, torch.float32, torch.tensor([ids], device=self.unseen_BT.device), share)
+        return {"loss": loss(sparse.model, self.unseen_BT)}
+
     def run(self) -> None:
         self.once("whole", lambda: {"loss": loss(self.model, self.unseen_BT)})
         self.once("fp8", lambda: {"loss": loss(rounded(self.own), self.unseen_BT)})
@@ -171,6 +182,9 @@ class Study:
         for method, scope, share in itertools.product(METHODS, SCOPES, SHARES):
             if (method, scope) != ("energy", "all"):  # norms of values are comparable inside a projection only
                 self.once(f"{method} {scope} {share}", lambda m=method, s=scope, x=share: self.skipping(m, s, x))
+        for share, weights in itertools.product((0.5, 0.6, 0.7), ("fp32", "fp8")):
+            measure = functools.partial(self.as_generated, share, weights == "fp8")
+            self.once(f"generate {share} {weights}", measure)
         method = min(METHODS, key=lambda method: self.done[f"{method} each 0.5"]["loss"])
         for kind in KINDS:
             self.once(f"{method} only {kind}", lambda kind=kind: self.skipping(method, "each", 0.5, [kind]))
@@ -192,6 +206,8 @@ class Study:
                 names = [f"{method} {scope} {share}" for share in SHARES]
                 cells = [f"{more(name)} ({self.done[name]['skipped']:.0%})" for name in names]
                 print(f"| {method}, {words} | {' | '.join(cells)} |")
+        own = [name for name in self.done if name.startswith("generate ")]
+        print(f"\nAs `generate --skip` does it: {', '.join(f'{name[9:]} {more(name)}' for name in own)}")
         only = [name for name in self.done if " only " in name]
         shown = ", ".join(f"{name.split()[2]} {more(name)}" for name in only)
         print(f"\nHalf of the tokens of one kind alone ({only[0].split()[0]}): {shown}\n")

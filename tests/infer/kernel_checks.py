@@ -142,7 +142,8 @@ KEPT = dataclasses.replace(SMALL, kept_rows=32, kept_cols=32)
 @torch.no_grad()
 def skipped_error(fp8: bool) -> float:
     """A step that skips half of the values, against the packed model that does so; a step that skips none differs."""
-    model = model_of("segments", layers=2 - fp8, qkv_tokens=[20, 9], ffn_tokens=[40, 3], vocab=100)
+    two = {} if fp8 else UNEVEN
+    model = model_of("segments", layers=1 + len(two), qkv_tokens=[20, 9], ffn_tokens=[40, 3], vocab=100, **two)
     model = rounded(model) if fp8 else model
     ids = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(2))
     whole, (packed, skips) = Packed(model), skipping(model, torch.float32, ids, 0.5)
