@@ -7,8 +7,9 @@
 Presets lm/150m and lm/450m, 500 steps of 65,536 tokens, Muon at the preset's rate, two seeds; each in bf16, in bf16
 once more (two runs of one seed differ on a GPU), and in fp8 in every shape, whether or not it is faster. Every arm
 leaves a JSON line in O/arms.jsonl and is skipped when it is there; one that is stopped by --seconds goes on in the next
-call. The losses are means over the last 100 steps. What a difference is worth: steps that would buy it back, by the
-slope of bf16's last 200 steps; the gain is the ratio of speeds × (1 − these steps' share of the run).
+call. The losses are means over the last 100 steps; in fp8 they hold the noise of rounding, which the held-out loss,
+computed in bf16 after the last step, does not: it stands beside. What a difference is worth: steps that would buy it
+back, by the slope of bf16's last 200 steps; the gain is the ratio of speeds × (1 − these steps' share of the run).
 """
 
 import argparse
@@ -122,6 +123,8 @@ def report(arms: list[dict]) -> list[dict]:
         loss = {kind: statistics.mean(a["loss"] for a in each) for kind, each in by.items()}
         speed = {kind: statistics.mean(a["tokens_per_second"] for a in each) for kind, each in by.items()}
         base = (loss["bf16"] + loss["bf16 again"]) / 2
+        held = {kind: statistics.mean(a["validation"] for a in each) for kind, each in by.items()}
+        held_out = 2 * held["fp8"] / (held["bf16"] + held["bf16 again"]) - 1
         slope = statistics.mean(a["slope"] for a in (*by["bf16"], *by["bf16 again"]))
         noise = max(
             abs(one["loss"] / other["loss"] - 1)
@@ -133,17 +136,21 @@ def report(arms: list[dict]) -> list[dict]:
             "name": "training in fp8", "model": model, "value": loss["fp8"] / base - 1, "unit": "of loss",
             "rival": "bf16", "rival_value": noise, "loss_bf16": base, "loss_fp8": loss["fp8"], "ratio": ratio,
             "share_of_steps": more, "gain": ratio * (1 - more), "within": loss["fp8"] / base - 1 <= ENOUGH,
+            "held_out": held_out,
             "device": by["fp8"][0]["device"],
         })  # fmt: skip
     return found
 
 
 def table(lines: list[dict]) -> str:
-    rows = ["| model | bf16 | fp8 | difference | bf16 against itself | speed | steps to buy it back | gain |"]
-    rows += ["|---|---|---|---|---|---|---|---|"]
+    rows = [
+        "| model | bf16 | fp8 | difference | bf16 against itself | held out | speed | steps to buy it back | gain |"
+    ]
+    rows += ["|---|---|---|---|---|---|---|---|---|"]
     for r in lines:
         losses = f"{r['loss_bf16']:.4f} | {r['loss_fp8']:.4f} | {r['value']:+.2%} | {r['rival_value']:.2%}"
-        rows.append(f"| {r['model']} | {losses} | {r['ratio']:.3f} × | {r['share_of_steps']:.1%} | {r['gain']:.3f} × |")
+        more = f"{r['held_out']:+.2%} | {r['ratio']:.3f} × | {r['share_of_steps']:.1%} | {r['gain']:.3f} ×"
+        rows.append(f"| {r['model']} | {losses} | {more} |")
     return "\n".join(rows)
 
 
