@@ -19,7 +19,7 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Sequence, Split, Whitespace
 
 from tokenformer.data.images.captions import encode_captions
-from tokenformer.data.text.tokenizer import FileTokenizer, Tokenizer
+from tokenformer.data.text.tokenizer import FileTokenizer, Tokenizer, train_tokenizer
 
 GENDER = re.compile(r"\b(person|man|woman|people|men|women)\b")
 HELD_OUT = 0.1  # of the groups for the test, and of the groups that are left for validation
@@ -98,8 +98,20 @@ def words_tokenizer(rows: list[dict]) -> FileTokenizer:
     return FileTokenizer(made.to_str(), "words")
 
 
-def read(folder: Path, *, size: int, captions: int, context: int) -> Icons:
-    """Read `emoji-captions`; icons are laid on white."""
+def subwords_tokenizer(rows: list[dict], vocab: int) -> FileTokenizer:
+    """Return a byte-level BPE of the names and keywords of these icons, in small letters: no text is unknown to it.
+
+    Every word begins with its space, the first one too: "fox" is the same token wherever it stands.
+    """
+    texts = (f" {text.lower()}" for row in rows for text in [row["name"], *row["keywords"]])
+    made = json.loads(train_tokenizer(texts, vocab).to_json())
+    made["pre_tokenizer"]["add_prefix_space"] = True
+    made["normalizer"] = {"type": "Sequence", "normalizers": [made["normalizer"], {"type": "Lowercase"}]}
+    return FileTokenizer(json.dumps(made), "subwords")
+
+
+def read(folder: Path, *, size: int, captions: int, context: int, vocab: int = 0) -> Icons:
+    """Read `emoji-captions`; icons are laid on white. `vocab`: of a tokenizer of subwords; 0: words."""
     with lzma.open(folder / "captions.jsonl.xz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     pixels = []
@@ -108,10 +120,10 @@ def read(folder: Path, *, size: int, captions: int, context: int) -> Icons:
         white = Image.alpha_composite(Image.new("RGBA", column.size, "white"), column).convert("RGB")
         small = white.resize((size, white.height * size // 64), Image.Resampling.BOX)
         pixels.append(np.asarray(small).reshape(-1, size, size, 3))
-    return _with_texts(rows, np.concatenate(pixels), captions, context)
+    return _with_texts(rows, np.concatenate(pixels), captions, context, vocab)
 
 
-def made(count: int, *, size: int, captions: int, context: int) -> Icons:
+def made(count: int, *, size: int, captions: int, context: int, vocab: int = 0) -> Icons:
     """Make icons of noise in this form, to check the study with."""
     rng = np.random.default_rng(0)
     words = ["cook", "fox", "tree", "red", "round", "small"]
@@ -122,14 +134,15 @@ def made(count: int, *, size: int, captions: int, context: int) -> Icons:
         for tone in ("", ": dark skin tone")
     ]
     pixels = rng.integers(0, 256, (len(rows), size, size, 3)).astype(np.uint8)
-    return _with_texts(rows, pixels, captions, context)
+    return _with_texts(rows, pixels, captions, context, vocab)
 
 
-def _with_texts(rows: list[dict], pixels: np.ndarray, captions: int, context: int) -> Icons:
+def _with_texts(rows: list[dict], pixels: np.ndarray, captions: int, context: int, vocab: int) -> Icons:
     rng, part = np.random.default_rng(0), parts_of(rows)
     texts = [captions_of(row, rng, captions) for row in rows]
     variant = np.array([row["skin_variant"] for row in rows])
-    tokenizer = words_tokenizer([row for row, p in zip(rows, part, strict=True) if p == "train"])
+    training = [row for row, p in zip(rows, part, strict=True) if p == "train"]
+    tokenizer = subwords_tokenizer(training, vocab) if vocab else words_tokenizer(training)
     ids, lengths = encode_captions(tokenizer, [text for some in texts for text in some], context)
     shape = (len(rows), captions)
     arrays = ids.reshape(*shape, context), lengths.reshape(shape)

@@ -216,3 +216,21 @@ def test_a_file_of_no_part_is_named_and_dev_is_validation(tmp_path):
         assert len(open_pairs(DataConfig(path=str(tmp_path)), "train")) == 1
     (tmp_path / "more.csv").unlink()
     assert pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "validation")).captions(0) == ["bison"]
+
+
+def test_validation_and_test_files_are_parts_of_their_own(tmp_path):
+    """Test files are validated on only where there are no others; validation files are never called a test."""
+    (tmp_path / "images").symlink_to(ICONS / "train")
+
+    def captions(part: str) -> list[str]:
+        found = pairs_of(open_pairs(DataConfig(path=str(tmp_path)), part))
+        return [found.captions(row)[0] for row in range(len(found))]
+
+    for part, name in {"train": "fox", "val": "bison", "test": "beaver"}.items():
+        (tmp_path / f"{part}.csv").write_text(f"image,caption\nimages/animals/{name}.png,{name}\n")
+    assert [captions(part) for part in ("train", "validation", "test")] == [["fox"], ["bison"], ["beaver"]]
+    (tmp_path / "val.csv").unlink()
+    assert captions("validation") == captions("test") == ["beaver"]
+    (tmp_path / "test.csv").rename(tmp_path / "val.csv")
+    with pytest.raises(UserError, match=r"has no .csv files for test: check the path"):
+        captions("test")
