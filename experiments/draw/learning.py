@@ -42,10 +42,11 @@ class Arm:
     rate: float = 2e-3
     seed: int = 0
     on: str = "validation"  # or test: then it is trained on the validation part too
+    double: bool = False  # drawings of twice the side
 
     @property
     def name(self) -> str:
-        return f"{self.what} rate {self.rate:g} seed {self.seed} {self.on}"
+        return f"{self.what} rate {self.rate:g} seed {self.seed} {self.on}{' double' if self.double else ''}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionMo
     fit(model, arm, size, training_rows(icons, arm), loss)
     held = icons.rows(arm.on)
     names, groups = icons.names(held), [group_of(name) for name in icons.names(held)]
-    ids, lengths = (torch.from_numpy(a).to(device) for a in encode_captions(icons.tokenizer, names, 16))
+    ids, lengths = (torch.from_numpy(a).to(device) for a in encode_captions(icons.tokenizer, names, icons.ids.shape[2]))
     ids, labels = shifted(ids[:, : int(lengths.max())], lengths, icons.tokenizer.end_of_document)
     with torch.no_grad():
         x = pixels_of(pixels[torch.from_numpy(held).to(device)])
@@ -117,18 +118,20 @@ def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionMo
 
 
 def ranks(score_IN: np.ndarray, groups: list[str]) -> dict[str, float]:
-    """Return in which share of images the right name is first among it and 99 of other groups, and with images shuffled
-    (the mean of 20 orders). A name that scores as high as the right one comes before it.
+    """Return in which share of images the right name is first among it and 99 of other groups, the mean over all draws
+    of these, and with images shuffled (the mean of 20 orders). A name that scores as high as the right one comes before
+    it.
     """
     random, count = np.random.default_rng(20241118), len(groups)
     other = np.array([[a != b for b in groups] for a in groups])
     found = []
     for image in [np.arange(count), *(_deranged(other, random) for _ in range(SHUFFLES))]:
-        first = 0
+        first = 0.0
         for icon in range(count):
-            drawn = random.choice(np.nonzero(other[icon])[0], min(OTHERS, other[icon].sum()), replace=False)
             row = score_IN[image[icon]]
-            first += bool((row[drawn] < row[icon]).all())
+            lower, every = int((row[other[icon]] < row[icon]).sum()), int(other[icon].sum())
+            drawn = min(OTHERS, every)
+            first += math.comb(lower, drawn) / math.comb(every, drawn)
         found.append(first / count)
     return {"first": found[0], "shuffled": float(np.mean(found[1:]))}
 
@@ -148,13 +151,14 @@ def _deranged(other: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 def drawings(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[LanguageModel, dict[str, Any]]:
     """Train a model that draws; measure the bits of held-out icons, beside counts, and what it draws."""
-    rows, held, side = training_rows(icons, arm), icons.rows(arm.on), size.side
+    rows, held, side = training_rows(icons, arm), icons.rows(arm.on), size.side * (1 + arm.double)
     small = F.avg_pool2d(torch.from_numpy(icons.pixels).permute(0, 3, 1, 2).float(), icons.pixels.shape[1] // side)
     small = small.round().to(torch.uint8).permute(0, 2, 3, 1)
     colours = size.draw.added_vocab - 1
     palette = find_palette([small[torch.from_numpy(rows)].numpy()], colours)
     codes = quantise(small, palette)
-    model = LanguageModel(size.draw, seed=arm.seed).to(device)
+    config = dataclasses.replace(size.draw, context=side * side + icons.ids.shape[2])
+    model = LanguageModel(config, seed=arm.seed).to(device)
     model.codes, first, end = Codes(palette, side), model.config.vocab, icons.tokenizer.end_of_document
     every = codes.to(device)
 

@@ -25,12 +25,12 @@ from learning import Arm, Size, train
 from tokenformer.config import ModelConfig
 
 SEEDS = (0, 1, 2)
-RATES = {"captions": (1e-3, 2e-3, 4e-3), "drawings": (3e-3, 6e-3, 1.2e-2)}
-ICONS = {"size": 32, "captions": 32, "context": 32}
+RATES = {"captions": (2e-3, 4e-3, 8e-3), "drawings": (3e-3, 6e-3, 1.2e-2)}
+ICONS = {"size": 32, "captions": 32, "context": 48, "vocab": 1024}
 COLOURS = 16
 
 
-def models(dim: int, layers: tuple[int, int], vocab: int, side: int, colours: int) -> dict[str, ModelConfig]:
+def models(dim: int, layers: tuple[int, int], vocab: int, colours: int) -> dict[str, ModelConfig]:
     """Return the model that reads icons and the one that draws them; `layers`: of each language model."""
     tokens = {"dim": dim, "heads": dim // 16, "qkv_tokens": 3 * dim // 4, "proj_tokens": 3 * dim // 4, "init": "zero"}
     image = ModelConfig(
@@ -40,7 +40,7 @@ def models(dim: int, layers: tuple[int, int], vocab: int, side: int, colours: in
     text = ModelConfig(layers=layers[0], context=64, vocab=vocab, **switch, **tokens)
     switch = {"ffn_tokens": [2 * dim, dim], "switch": {"ffn": ["", "draw"]}, "rotary_fraction": 1.0}
     added = {"added_vocab": colours + 1, "added_switch": "draw"}
-    draw = ModelConfig(layers=layers[1], context=side * side + 32, vocab=vocab, **added, **switch, **tokens)
+    draw = ModelConfig(layers=layers[1], vocab=vocab, **added, **switch, **tokens)
     return {"caption": ModelConfig(of="caption", trunks={"image": image, "text": text}), "draw": draw}
 
 
@@ -78,10 +78,12 @@ class Study:
         return Arm(what, best)
 
     def phase(self, what: str, rate: float | None = None, seeds: Sequence[int] = SEEDS) -> None:
-        """Choose the rate, unless it is given, and test it; drawings are tested with one seed."""
+        """Choose the rate, unless it is given, and test it; drawings with one seed, in two sizes."""
         arm = Arm(what, rate) if rate else self.best_rate(what, RATES[what])
         for seed in seeds if what == "captions" else seeds[:1]:
             self.result(replace(arm, seed=seed, on="test"))
+        if what == "drawings":
+            self.result(replace(arm, on="test", double=True))
 
 
 def score(entry: dict) -> float:
@@ -91,8 +93,8 @@ def score(entry: dict) -> float:
 
 def check() -> None:
     """Run every phase at toy size on made icons, and assert what the study rests on."""
-    made = icons.made(60, **ICONS)
-    size = Size(**models(32, (1, 1), made.vocab, 8, 4), steps={"captions": 3, "drawings": 2}, batch=_batch(16), side=8)
+    made = icons.made(60, **{**ICONS, "vocab": 300})
+    size = Size(**models(32, (1, 1), made.vocab, 4), steps={"captions": 3, "drawings": 2}, batch=_batch(16), side=8)
     Study.extensions = 0
     with tempfile.TemporaryDirectory() as folder:
         first = Study(size, made, Path(folder))
@@ -101,7 +103,7 @@ def check() -> None:
         again = Study(size, made, Path(folder))
         for what in RATES:
             again.phase(what)
-        assert first.ran == 10 and not again.ran, "a finished arm was run again"
+        assert first.ran == 11 and not again.ran, "a finished arm was run again"
         from report import tables
 
         print(tables(list(first.done.values())))
@@ -130,7 +132,7 @@ def main() -> None:
     data = icons.read(args.data, **ICONS)
     steps, batch = {"captions": 1000, "drawings": 250}, {"captions": 128, "drawings": 32}
     study = Study(
-        Size(**models(64, (2, 2), data.vocab, 16, COLOURS), steps=steps, batch=batch), data, args.out, args.seconds
+        Size(**models(64, (2, 2), data.vocab, COLOURS), steps=steps, batch=batch), data, args.out, args.seconds
     )
     for what in args.phase:
         study.phase(what, args.rate, args.seeds)

@@ -2,8 +2,12 @@
 
 Unusual: icons are held out by groups. "woman cook: dark skin tone" and "man cook" are of the group "cook", so that no
 icon is asked for whose twin was trained on. A flag is a group of its own.
+
+python experiments/pairs/icons.py DATA --out examples/all-icons   (small icons as tables of pairs, and their tokenizer)
 """
 
+import argparse
+import io
 import json
 import lzma
 import re
@@ -147,3 +151,31 @@ def _with_texts(rows: list[dict], pixels: np.ndarray, captions: int, context: in
     shape = (len(rows), captions)
     arrays = ids.reshape(*shape, context), lengths.reshape(shape)
     return Icons(rows, pixels, part, variant, texts, tokenizer, *arrays)
+
+
+def write_tables(folder: Path, out: Path, size: int = 48, colours: int = 32, vocab: int = 1024) -> None:
+    """Write the icons without skin tone as Parquet, in an order drawn once: image, name, and captions (`text`)."""
+    import pyarrow
+    from pyarrow import parquet
+
+    found = read(folder, size=64, captions=16, context=64, vocab=vocab)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tokenizer.json").write_text(found.tokenizer.to_json())
+    for part, name in zip(PARTS, ("train", "val", "test"), strict=True):
+        table: dict[str, list] = {"image": [], "name": [], "text": []}
+        for row in np.random.default_rng(0).permutation(found.rows(part)):
+            file = io.BytesIO()
+            small = Image.fromarray(found.pixels[row]).resize((size, size), Image.Resampling.LANCZOS)
+            small.quantize(colours).convert("RGB").save(file, "webp", lossless=True, quality=100, method=6)
+            table["image"].append(file.getvalue())
+            table["name"].append(found.rows_of[row]["name"])
+            table["text"].append(found.captions[row])
+        parquet.write_table(pyarrow.table(table), out / f"{name}.parquet", compression="zstd")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    write_tables(args.data, args.out)
