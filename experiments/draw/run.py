@@ -130,7 +130,7 @@ def main() -> None:
         parser.error("say with --data where the icons are")
     args.out.mkdir(parents=True, exist_ok=True)
     data = icons.read(args.data, **ICONS)
-    steps, batch = {"captions": 1000, "drawings": 250}, {"captions": 128, "drawings": 32}
+    steps, batch = {"captions": 800, "drawings": 250}, {"captions": 128, "drawings": 32}
     study = Study(
         Size(**models(64, (2, 2), data.vocab, COLOURS), steps=steps, batch=batch), data, args.out, args.seconds
     )

@@ -234,3 +234,18 @@ def test_validation_and_test_files_are_parts_of_their_own(tmp_path):
     (tmp_path / "test.csv").rename(tmp_path / "val.csv")
     with pytest.raises(UserError, match=r"has no .csv files for test: check the path"):
         captions("test")
+
+
+def test_two_columns_of_one_parquet_file_are_read_side_by_side(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {"image": [image(name) for name in PAIRS], "name": ["a", "b", "c"], "text": ["one", "of many", "letters"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
+    both = [
+        pairs_of(open_pairs(DataConfig(path=str(tmp_path), images=ImagesConfig(caption_column=column)), "train"))
+        for column in ("name", "text")
+    ]
+    for row, name in enumerate(PAIRS):
+        assert [found.item(row) for found in both] == [image(name)] * 2
+        assert [found.captions(row)[0] for found in both] == [columns[column][row] for column in ("name", "text")]
