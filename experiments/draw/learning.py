@@ -31,7 +31,7 @@ from tokenformer.parallel.layout import Layout
 from tokenformer.train.optim import Optimizer
 
 OTHERS, SHUFFLES, NO_TEXT = 99, 20, 0.1
-PRIOR = 128  # training icons over which p(name) is averaged
+PRIOR = 512  # training icons over which p(name) is averaged
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionMo
     ids, labels = shifted(ids[:, : int(lengths.max())], lengths, icons.tokenizer.end_of_document)
     with torch.no_grad():
         x = pixels_of(pixels[torch.from_numpy(held).to(device)])
-        likely = model.likelihoods(x, ids, labels)
+        likely = (
+            sum(model.likelihoods(some, ids, labels) for some in (x, x.flip(3))) / 2
+        )  # icons and their mirror images
         prior = -F.cross_entropy(model(ids).logits.mT, labels, reduction="none").sum(1)
         some = np.random.default_rng(0).permutation(training_rows(icons, arm))[:PRIOR]
         marginal = model.likelihoods(pixels_of(pixels[torch.from_numpy(some).to(device)]), ids, labels).logsumexp(0)

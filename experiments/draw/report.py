@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 
 WAYS = {"likelihood": "Σ log p(name)", "per_token": "per token", "ratio": "Σ log p(name) − Σ log p(name without image)"}
-WAYS["marginal"] = "Σ log p(name) − log of the mean of p(name) over 128 training icons"
+WAYS["marginal"] = "Σ log p(name) − log of the mean of p(name) over 512 training icons"
 
 
 def summary(values: list[float]) -> str:
