@@ -1,7 +1,7 @@
 """Train three small models on icons and write what they do as one page: search by words, captions, drawings.
 
 python examples/icons/gallery.py --out gallery.html            (160 icons, some minutes of one core)
-python examples/icons/gallery.py --out gallery.html --large    (1,911 icons and a larger model that draws: an hour)
+python examples/icons/gallery.py --out gallery.html --large    (1,911 icons, a larger model that draws: half an hour)
 python examples/icons/gallery.py --out gallery.html caption/icons:steps=2000                 (settings of a model)
 
 The page needs nothing but itself: pictures and features are inside. Runs that are finished are not trained again, and
@@ -91,7 +91,7 @@ def caption_part(model: Any, held: Any) -> list[dict[str, str]]:
     settings, size = reading(model)
     with torch.no_grad():
         said = captions(model, as_input(model, pictures(held, settings, size), settings), tokenizer_of(model), 24)
-    return [{"name": held.captions(i)[0], "said": text} for i, text in enumerate(said)]
+    return [{"name": held.captions(i)[0], "said": text.strip()} for i, text in enumerate(said)]
 
 
 def draw_part(model: Any, train: Pairs, held: Pairs, guidance: float, temperature: float) -> list[dict[str, Any]]:
@@ -123,8 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/gallery"))
     parser.add_argument("--large", action="store_true", help="all icons (examples/all-icons) and a larger model")
     parser.add_argument("--data", help="pairs of images and captions (train and val), instead of the icons")
-    parser.add_argument("--guidance", type=float, default=2.0)
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--guidance", type=float, default=2.0, help="of drawings (default: what guidance.py found)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of drawings (default: what guidance.py found)")
     args = parser.parse_args(arguments)
     args.data = args.data or str(ALL if args.large else HERE)
     pair, caption, draw = (trained(preset, args) for preset in PRESETS)

@@ -14,11 +14,12 @@ import counts
 import numpy as np
 import torch
 import torch.nn.functional as F
-from icons import Icons, group_of
+from icons import Icons, group_of, of_words
 from torch import Tensor
 from training import augmented, factor, pixels_of
 
 from tokenformer.config import ModelConfig
+from tokenformer.config_data import IGNORED
 from tokenformer.config_train import OptimizerConfig
 from tokenformer.data.images.captions import encode_captions
 from tokenformer.infer.draw import Drawer
@@ -66,8 +67,8 @@ def training_rows(icons: Icons, arm: Arm) -> np.ndarray:
 
 
 def steps_of(arm: Arm, size: Size) -> int:
-    """Return the steps of a run; drawings of twice the side, each of which costs five times as much, have half."""
-    return size.steps[arm.what] // (1 + arm.double)
+    """Return the steps of a run; drawings of twice the side, each of which costs five times as much, have a quarter."""
+    return size.steps[arm.what] // (4 if arm.double else 1)
 
 
 def fit(model: Any, arm: Arm, size: Size, rows: np.ndarray, loss: Callable[[Tensor, torch.Generator], Tensor]) -> None:
@@ -85,11 +86,12 @@ def fit(model: Any, arm: Arm, size: Size, rows: np.ndarray, loss: Callable[[Tens
         model.zero_grad(set_to_none=True)
 
 
-def texts_of(icons: Icons, rows: Tensor, random: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
-    """Return ids and lengths of one caption of each icon."""
-    chosen = torch.randint(icons.ids.shape[1], (len(rows),), generator=random).numpy()
-    lengths = torch.from_numpy(icons.lengths[rows.numpy(), chosen])
-    return torch.from_numpy(icons.ids[rows.numpy(), chosen])[:, : int(lengths.max())].to(device), lengths.to(device)
+def texts_of(icons: Icons, rows: Tensor, random: torch.Generator, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, lengths, and which tokens are of shared words, of one caption of each icon."""
+    chosen = rows.numpy(), torch.randint(icons.ids.shape[1], (len(rows),), generator=random).numpy()
+    lengths = torch.from_numpy(icons.lengths[chosen])
+    ids, shared = (torch.from_numpy(a[chosen])[:, : int(lengths.max())].to(device) for a in (icons.ids, icons.shared))
+    return ids, lengths.to(device), shared
 
 
 # captions
@@ -100,10 +102,11 @@ def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionMo
     model, pixels = CaptionModel(size.caption, seed=arm.seed).to(device), torch.from_numpy(icons.pixels).to(device)
 
     def loss(rows: Tensor, random: torch.Generator) -> Tensor:
-        ids, lengths = texts_of(icons, rows, random, device)
+        ids, lengths, shared = texts_of(icons, rows, random, device)
         there = (torch.rand(len(rows), generator=random) > NO_TEXT).to(device)  # the others teach what names are like
         x = augmented(pixels_of(pixels[rows.to(device)]), random)
         ids, labels = shifted(ids, lengths, icons.tokenizer.end_of_document)
+        labels = labels.masked_fill(~shared & there[:, None], IGNORED)  # a word of one icon is learned as a text alone
         found = model(ids, x, there, labels=labels)
         return found.loss_sum / found.count
 
@@ -111,16 +114,22 @@ def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionMo
     held = icons.rows(arm.on)
     names, groups = icons.names(held), [group_of(name) for name in icons.names(held)]
     ids, lengths = (torch.from_numpy(a).to(device) for a in encode_captions(icons.tokenizer, names, icons.ids.shape[2]))
+    shared = torch.from_numpy(of_words(names, icons.words, icons.tokenizer, ids.shape[1])).to(device)
     ids, labels = shifted(ids[:, : int(lengths.max())], lengths, icons.tokenizer.end_of_document)
+    known = labels.masked_fill(~shared[:, : labels.shape[1]], IGNORED)  # of words that say something about other icons
+    some = np.random.default_rng(0).permutation(training_rows(icons, arm))[:PRIOR]
+    x, seen = (pixels_of(pixels[torch.from_numpy(rows).to(device)]) for rows in (held, some))
+
+    def likely(labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log p of each name given each icon (the mean over it and its mirror image), and given any icon."""
+        own = torch.stack([model.likelihoods(view, ids, labels) for view in (x, x.flip(3))]).mean(0)
+        return own, model.likelihoods(seen, ids, labels).logsumexp(0)
+
     with torch.no_grad():
-        x = pixels_of(pixels[torch.from_numpy(held).to(device)])
-        likely = (
-            sum(model.likelihoods(some, ids, labels) for some in (x, x.flip(3))) / 2
-        )  # icons and their mirror images
+        (whole, any_whole), (part, any_part) = likely(labels), likely(known)
         prior = -F.cross_entropy(model(ids).logits.mT, labels, reduction="none").sum(1)
-        some = np.random.default_rng(0).permutation(training_rows(icons, arm))[:PRIOR]
-        marginal = model.likelihoods(pixels_of(pixels[torch.from_numpy(some).to(device)]), ids, labels).logsumexp(0)
-    ways = {"likelihood": likely, "per_token": likely / lengths, "ratio": likely - prior, "marginal": likely - marginal}
+    ways = {"likelihood": whole, "per_token": whole / lengths, "ratio": whole - prior}
+    ways |= {"marginal": whole - any_whole, "shared": part - any_part}
     return model, {way: ranks(score.cpu().numpy(), groups) for way, score in ways.items()}
 
 
@@ -170,7 +179,7 @@ def drawings(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[LanguageM
     every = codes.to(device)
 
     def loss(chosen: Tensor, random: torch.Generator) -> Tensor:
-        ids, lengths = texts_of(icons, chosen, random, device)
+        ids, lengths, _ = texts_of(icons, chosen, random, device)
         lengths = torch.where((torch.rand(len(chosen), generator=random) < NO_TEXT).to(device), 1, lengths)
         drawn = every[chosen.to(device)].unflatten(1, (side, side))
         mirror = (torch.rand(len(chosen), generator=random) < 0.5).to(device)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 WAYS = {"likelihood": "Σ log p(name)", "per_token": "per token", "ratio": "Σ log p(name) − Σ log p(name without image)"}
 WAYS["marginal"] = "Σ log p(name) − log of the mean of p(name) over 512 training icons"
+WAYS["shared"] = "the same over the words that two training groups share"
 
 
 def summary(values: list[float]) -> str:

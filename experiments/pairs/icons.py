@@ -43,6 +43,8 @@ class Icons:
     tokenizer: Tokenizer
     ids: np.ndarray  # (N, captions, context)
     lengths: np.ndarray  # (N, captions)
+    words: set[str]  # that two training groups share
+    shared: np.ndarray  # (N, captions, context): tokens of these words, and the end
 
     @property
     def vocab(self) -> int:
@@ -86,8 +88,8 @@ def captions_of(row: dict, rng: np.random.Generator, count: int) -> list[str]:
     return [" ".join([name, *more]), *found]
 
 
-def words_tokenizer(rows: list[dict]) -> FileTokenizer:
-    """Return a tokenizer of the words that two groups of these icons share; the others are one unknown word.
+def shared_words(rows: list[dict]) -> set[str]:
+    """Return the words that two groups of these icons share.
 
     A word of a single icon says nothing about another one, and would let a model learn icons by heart.
     """
@@ -95,7 +97,12 @@ def words_tokenizer(rows: list[dict]) -> FileTokenizer:
     for row in rows:
         for word in re.findall(r"\w+", " ".join([row["name"], *row["keywords"]]).lower()):
             groups.setdefault(word, set()).add(group_of(row["name"]))
-    known = ["<|endoftext|>", "<unk>", *sorted(word for word, some in groups.items() if len(some) > 1)]
+    return {word for word, some in groups.items() if len(some) > 1}
+
+
+def words_tokenizer(rows: list[dict]) -> FileTokenizer:
+    """Return a tokenizer of the words that two groups of these icons share; the others are one unknown word."""
+    known = ["<|endoftext|>", "<unk>", *sorted(shared_words(rows))]
     made = tokenizers.Tokenizer(WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>"))
     made.normalizer, made.pre_tokenizer = Lowercase(), Sequence([Whitespace(), Split(Regex(r"\W+"), "removed")])
     made.add_special_tokens(["<|endoftext|>"])
@@ -148,9 +155,23 @@ def _with_texts(rows: list[dict], pixels: np.ndarray, captions: int, context: in
     training = [row for row, p in zip(rows, part, strict=True) if p == "train"]
     tokenizer = subwords_tokenizer(training, vocab) if vocab else words_tokenizer(training)
     ids, lengths = encode_captions(tokenizer, [text for some in texts for text in some], context)
-    shape = (len(rows), captions)
-    arrays = ids.reshape(*shape, context), lengths.reshape(shape)
+    shape, words = (len(rows), captions), shared_words(training)
+    shared = of_words([text for some in texts for text in some], words, tokenizer, context)
+    arrays = ids.reshape(*shape, context), lengths.reshape(shape), words, shared.reshape(*shape, context)
     return Icons(rows, pixels, part, variant, texts, tokenizer, *arrays)
+
+
+def of_words(texts: list[str], words: set[str], tokenizer: Tokenizer, context: int) -> np.ndarray:
+    """Return which tokens of texts (N, context) belong to these words; what follows a text does."""
+    found, counts = np.ones((len(texts), context), bool), dict[str, int]()
+    for row, text in enumerate(texts):
+        place = 0
+        for word in text.split():
+            if word not in counts:
+                counts[word] = len(tokenizer.encode(word))
+            found[row, place : place + counts[word]] = words.issuperset(re.findall(r"\w+", word.lower()))
+            place += counts[word]
+    return found
 
 
 def write_tables(folder: Path, out: Path, size: int = 48, colours: int = 32, vocab: int = 1024) -> None:
