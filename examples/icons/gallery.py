@@ -1,7 +1,7 @@
 """Train three small models on icons and write what they do as one page: search by words, captions, drawings.
 
 python examples/icons/gallery.py --out gallery.html            (160 icons, some minutes of one core)
-python examples/icons/gallery.py --out gallery.html --large    (1,911 icons, a larger model that draws: half an hour)
+python examples/icons/gallery.py --out gallery.html --large    (1,911 icons, a larger model that draws: an hour)
 python examples/icons/gallery.py --out gallery.html caption/icons:steps=2000                 (settings of a model)
 
 The page needs nothing but itself: pictures and features are inside. Runs that are finished are not trained again, and

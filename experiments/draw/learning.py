@@ -14,7 +14,7 @@ import counts
 import numpy as np
 import torch
 import torch.nn.functional as F
-from icons import Icons, group_of, of_words
+from icons import Icons, group_of
 from torch import Tensor
 from training import augmented, factor, pixels_of
 
@@ -86,15 +86,19 @@ def fit(model: Any, arm: Arm, size: Size, rows: np.ndarray, loss: Callable[[Tens
         model.zero_grad(set_to_none=True)
 
 
-def texts_of(icons: Icons, rows: Tensor, random: torch.Generator, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, lengths, and which tokens are of shared words, of one caption of each icon."""
+def texts_of(icons: Icons, rows: Tensor, random: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
+    """Return ids and lengths of one caption of each icon."""
     chosen = rows.numpy(), torch.randint(icons.ids.shape[1], (len(rows),), generator=random).numpy()
     lengths = torch.from_numpy(icons.lengths[chosen])
-    ids, shared = (torch.from_numpy(a[chosen])[:, : int(lengths.max())].to(device) for a in (icons.ids, icons.shared))
-    return ids, lengths.to(device), shared
+    return torch.from_numpy(icons.ids[chosen])[:, : int(lengths.max())].to(device), lengths.to(device)
 
 
 # captions
+
+
+def letters(labels: Tensor) -> Tensor:
+    """Return where the bytes of a word are that only one group of training icons has (`SpellingTokenizer`)."""
+    return (labels > 1) & (labels < 258)
 
 
 def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionModel, dict[str, Any]]:
@@ -102,11 +106,11 @@ def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionMo
     model, pixels = CaptionModel(size.caption, seed=arm.seed).to(device), torch.from_numpy(icons.pixels).to(device)
 
     def loss(rows: Tensor, random: torch.Generator) -> Tensor:
-        ids, lengths, shared = texts_of(icons, rows, random, device)
+        ids, lengths = texts_of(icons, rows, random, device)
         there = (torch.rand(len(rows), generator=random) > NO_TEXT).to(device)  # the others teach what names are like
         x = augmented(pixels_of(pixels[rows.to(device)]), random)
         ids, labels = shifted(ids, lengths, icons.tokenizer.end_of_document)
-        labels = labels.masked_fill(~shared & there[:, None], IGNORED)  # a word of one icon is learned as a text alone
+        labels = labels.masked_fill(letters(labels) & there[:, None], IGNORED)  # spelling is learned from texts alone
         found = model(ids, x, there, labels=labels)
         return found.loss_sum / found.count
 
@@ -114,9 +118,8 @@ def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionMo
     held = icons.rows(arm.on)
     names, groups = icons.names(held), [group_of(name) for name in icons.names(held)]
     ids, lengths = (torch.from_numpy(a).to(device) for a in encode_captions(icons.tokenizer, names, icons.ids.shape[2]))
-    shared = torch.from_numpy(of_words(names, icons.words, icons.tokenizer, ids.shape[1])).to(device)
     ids, labels = shifted(ids[:, : int(lengths.max())], lengths, icons.tokenizer.end_of_document)
-    known = labels.masked_fill(~shared[:, : labels.shape[1]], IGNORED)  # of words that say something about other icons
+    known = labels.masked_fill(letters(labels), IGNORED)  # words that two groups share, and where another one is
     some = np.random.default_rng(0).permutation(training_rows(icons, arm))[:PRIOR]
     x, seen = (pixels_of(pixels[torch.from_numpy(rows).to(device)]) for rows in (held, some))
 
@@ -179,7 +182,7 @@ def drawings(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[LanguageM
     every = codes.to(device)
 
     def loss(chosen: Tensor, random: torch.Generator) -> Tensor:
-        ids, lengths, _ = texts_of(icons, chosen, random, device)
+        ids, lengths = texts_of(icons, chosen, random, device)
         lengths = torch.where((torch.rand(len(chosen), generator=random) < NO_TEXT).to(device), 1, lengths)
         drawn = every[chosen.to(device)].unflatten(1, (side, side))
         mirror = (torch.rand(len(chosen), generator=random) < 0.5).to(device)

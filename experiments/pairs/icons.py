@@ -40,11 +40,9 @@ class Icons:
     part: np.ndarray
     variant: np.ndarray
     captions: list[list[str]]  # the first is the whole one
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer | SpellingTokenizer"
     ids: np.ndarray  # (N, captions, context)
     lengths: np.ndarray  # (N, captions)
-    words: set[str]  # that two training groups share
-    shared: np.ndarray  # (N, captions, context): tokens of these words, and the end
 
     @property
     def vocab(self) -> int:
@@ -109,6 +107,22 @@ def words_tokenizer(rows: list[dict]) -> FileTokenizer:
     return FileTokenizer(made.to_str(), "words")
 
 
+class SpellingTokenizer:
+    """Words that two training groups share are tokens; any other word is a mark and its bytes: none is unknown."""
+
+    end_of_document, spelled = 0, 1
+
+    def __init__(self, words: set[str]) -> None:
+        self.ids = {word: 258 + number for number, word in enumerate(sorted(words))}
+        self.vocab_size = 258 + len(self.ids)
+
+    def encode(self, text: str) -> list[int]:
+        found = []
+        for word in re.findall(r"\w+", text.lower()):
+            found += [self.ids[word]] if word in self.ids else [self.spelled, *(2 + byte for byte in word.encode())]
+        return found
+
+
 def subwords_tokenizer(rows: list[dict], vocab: int) -> FileTokenizer:
     """Return a byte-level BPE of the names and keywords of these icons, in small letters: no text is unknown to it.
 
@@ -121,8 +135,8 @@ def subwords_tokenizer(rows: list[dict], vocab: int) -> FileTokenizer:
     return FileTokenizer(json.dumps(made), "subwords")
 
 
-def read(folder: Path, *, size: int, captions: int, context: int, vocab: int = 0) -> Icons:
-    """Read `emoji-captions`; icons are laid on white. `vocab`: of a tokenizer of subwords; 0: words."""
+def read(folder: Path, *, size: int, captions: int, context: int, vocab: int = 0, spelled: bool = False) -> Icons:
+    """Read `emoji-captions`; icons are laid on white. `vocab`: of subwords, or words, rare ones spelled or not."""
     with lzma.open(folder / "captions.jsonl.xz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     pixels = []
@@ -131,10 +145,10 @@ def read(folder: Path, *, size: int, captions: int, context: int, vocab: int = 0
         white = Image.alpha_composite(Image.new("RGBA", column.size, "white"), column).convert("RGB")
         small = white.resize((size, white.height * size // 64), Image.Resampling.BOX)
         pixels.append(np.asarray(small).reshape(-1, size, size, 3))
-    return _with_texts(rows, np.concatenate(pixels), captions, context, vocab)
+    return _with_texts(rows, np.concatenate(pixels), captions, context, vocab, spelled)
 
 
-def made(count: int, *, size: int, captions: int, context: int, vocab: int = 0) -> Icons:
+def made(count: int, *, size: int, captions: int, context: int, vocab: int = 0, spelled: bool = False) -> Icons:
     """Make icons of noise in this form, to check the study with."""
     rng = np.random.default_rng(0)
     words = ["cook", "fox", "tree", "red", "round", "small"]
@@ -145,33 +159,22 @@ def made(count: int, *, size: int, captions: int, context: int, vocab: int = 0) 
         for tone in ("", ": dark skin tone")
     ]
     pixels = rng.integers(0, 256, (len(rows), size, size, 3)).astype(np.uint8)
-    return _with_texts(rows, pixels, captions, context, vocab)
+    return _with_texts(rows, pixels, captions, context, vocab, spelled)
 
 
-def _with_texts(rows: list[dict], pixels: np.ndarray, captions: int, context: int, vocab: int) -> Icons:
+def _with_texts(rows: list[dict], pixels: np.ndarray, captions: int, context: int, vocab: int, spelled: bool) -> Icons:
     rng, part = np.random.default_rng(0), parts_of(rows)
     texts = [captions_of(row, rng, captions) for row in rows]
     variant = np.array([row["skin_variant"] for row in rows])
     training = [row for row, p in zip(rows, part, strict=True) if p == "train"]
-    tokenizer = subwords_tokenizer(training, vocab) if vocab else words_tokenizer(training)
+    if spelled:
+        tokenizer = SpellingTokenizer(shared_words(training))
+    else:
+        tokenizer = subwords_tokenizer(training, vocab) if vocab else words_tokenizer(training)
     ids, lengths = encode_captions(tokenizer, [text for some in texts for text in some], context)
-    shape, words = (len(rows), captions), shared_words(training)
-    shared = of_words([text for some in texts for text in some], words, tokenizer, context)
-    arrays = ids.reshape(*shape, context), lengths.reshape(shape), words, shared.reshape(*shape, context)
+    shape = (len(rows), captions)
+    arrays = ids.reshape(*shape, context), lengths.reshape(shape)
     return Icons(rows, pixels, part, variant, texts, tokenizer, *arrays)
-
-
-def of_words(texts: list[str], words: set[str], tokenizer: Tokenizer, context: int) -> np.ndarray:
-    """Return which tokens of texts (N, context) belong to these words; what follows a text does."""
-    found, counts = np.ones((len(texts), context), bool), dict[str, int]()
-    for row, text in enumerate(texts):
-        place = 0
-        for word in text.split():
-            if word not in counts:
-                counts[word] = len(tokenizer.encode(word))
-            found[row, place : place + counts[word]] = words.issuperset(re.findall(r"\w+", word.lower()))
-            place += counts[word]
-    return found
 
 
 def write_tables(folder: Path, out: Path, size: int = 48, colours: int = 32, vocab: int = 1024) -> None:
