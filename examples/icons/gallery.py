@@ -123,11 +123,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/gallery"))
     parser.add_argument("--large", action="store_true", help="all icons (examples/all-icons) and a larger model")
     parser.add_argument("--data", help="pairs of images and captions (train and val), instead of the icons")
+    parser.add_argument("--draw", type=Path, help="draw by these weights, such as an earlier checkpoint of the run")
     parser.add_argument("--guidance", type=float, default=2.0, help="of drawings (default: what guidance.py found)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of drawings (default: what guidance.py found)")
     args = parser.parse_args(arguments)
     args.data = args.data or str(ALL if args.large else HERE)
     pair, caption, draw = (trained(preset, args) for preset in PRESETS)
+    draw = load(args.draw).eval() if args.draw else draw
     parameters = sum(model.cost().parameters for model in (pair, caption, draw))
     parts = ("train", "test" if args.large else "validation")
     (train, held), texts = ([opened(args, part, column) for part in parts] for column in ("name", "text"))

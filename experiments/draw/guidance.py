@@ -36,8 +36,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs/gallery"))
     parser.add_argument("--icons", type=int, default=158, help="so many validation icons")
+    parser.add_argument("--draw", type=Path, help="draw by these weights, such as an earlier checkpoint of the run")
     args = parser.parse_args()
-    pair, draw = (load(args.runs / kind).eval() for kind in ("pair", "draw"))
+    pair, draw = (load(path).eval() for path in (args.runs / "pair", args.draw or args.runs / "draw"))
     plain = ImagesConfig(crop_pct=1.0, caption_column="text")
     held = pairs_of(open_pairs(DataConfig(path=str(ALL), cache=str(args.runs / "cache"), images=plain), "validation"))
     texts = [held.captions(i)[0] for i in range(min(args.icons, len(held)))]
