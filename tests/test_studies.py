@@ -94,6 +94,6 @@ def test_the_benchmark_of_token_parallel_kernels():
 def test_the_study_of_reading_and_drawing():
     """Both phases, twice: finished arms are not run again; names, bits and copies are in the tables."""
     lines = check("experiments/draw/run.py")
-    assert lines[-1] == "all is well: 10 arms"
+    assert lines[-1] == "all is well: 11 arms"
     assert any(line.startswith("| Σ log p(name) | ") for line in lines)
     assert any("exact copies of training icons" in line for line in lines)

@@ -1,11 +1,12 @@
 """Train three small models on icons and write what they do as one page: search by words, captions, drawings.
 
-python examples/icons/gallery.py --out gallery.html
-python examples/icons/gallery.py --out gallery.html --runs runs/gallery caption/icons:steps=2000   (settings of a model)
+python examples/icons/gallery.py --out gallery.html            (160 icons, some minutes of one core)
+python examples/icons/gallery.py --out gallery.html --large    (1,911 icons, a larger model that draws: an hour)
+python examples/icons/gallery.py --out gallery.html caption/icons:steps=2000                 (settings of a model)
 
 The page needs nothing but itself: pictures and features are inside. Runs that are finished are not trained again, and
 interrupted ones go on.
-Nothing is chosen: all held-out icons are named, and the drawings are the first of each.
+Nothing is chosen: all held-out icons are named, and each of their captions is drawn once.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from tokenformer import load
 from tokenformer.config import load as load_config
 from tokenformer.config_data import DataConfig, ImagesConfig
 from tokenformer.data.images.decode import png
-from tokenformer.data.images.pairs import open_pair_parts, pairs_of
+from tokenformer.data.images.pairs import Pairs, open_pairs, pairs_of
 from tokenformer.data.images.samples import batches
 from tokenformer.data.text.tokenizer import FileTokenizer
 from tokenformer.eval.pairs import encoder
@@ -32,19 +33,30 @@ from tokenformer.infer.draw import Drawer
 from tokenformer.infer.images import reading
 from tokenformer.infer.pairs import image_features, text_features
 from tokenformer.infer.sampling import Sampling
+from tokenformer.ops.palette import quantise
 from tokenformer.train.trainer import Trainer
 
 HERE = Path(__file__).parent
+ALL = HERE.parent / "all-icons"
 PRESETS = ("pair/icons", "caption/icons", "draw/icons")
-SHOWN = 40  # icons whose captions are drawn
 
 
-def trained(preset: str, runs: Path, settings: list[str], data: str) -> Any:
+def trained(preset: str, args: argparse.Namespace) -> Any:
     """Return the model of a preset, trained on the icons; a run that was interrupted goes on."""
-    run = runs / preset.split("/")[0]
-    if Trainer(load_config(preset, overrides=[f"data.path={data}", *settings]), run, resume=True).run():
+    kind = preset.split("/")[0]
+    over = [ALL / f"{kind}.yml"] if args.large else []
+    told = [setting.partition(":")[2] for setting in args.settings if setting.startswith(f"{preset}:")]
+    told = [f"data.path={args.data}", f"data.cache={args.runs / 'cache'}", *told]
+    if Trainer(load_config(preset, *over, overrides=told), args.runs / kind, resume=True).run():
         raise SystemExit("interrupted: give the same command to go on")
-    return load(run).eval()
+    return load(args.runs / kind).eval()
+
+
+def opened(args: argparse.Namespace, part: Any, column: str) -> Pairs:
+    """Return the icons of a part, with the texts of a column."""
+    column = column if args.large else "caption"
+    images = ImagesConfig(crop_pct=1.0, caption_column=column)
+    return pairs_of(open_pairs(DataConfig(path=args.data, cache=str(args.runs / "cache"), images=images), part))
 
 
 def pictures(images: Any, settings: ImagesConfig, size: int) -> np.ndarray:
@@ -79,20 +91,22 @@ def caption_part(model: Any, held: Any) -> list[dict[str, str]]:
     settings, size = reading(model)
     with torch.no_grad():
         said = captions(model, as_input(model, pictures(held, settings, size), settings), tokenizer_of(model), 24)
-    return [{"name": held.captions(i)[0], "said": text} for i, text in enumerate(said)]
+    return [{"name": held.captions(i)[0], "said": text.strip()} for i, text in enumerate(said)]
 
 
-def draw_part(model: Any, train: Any, held: Any, data: ImagesConfig) -> list[dict[str, Any]]:
-    """Return a drawing of each held-out name, with the training icon of most equal pixels."""
-    side, names = model.codes.side, [held.captions(i)[0] for i in range(min(SHOWN, len(held)))]
-    made = Drawer(model, tokenizer_of(model)).draw(names, Sampling(temperature=1.0), guidance=2.0)
-    known = pictures(train, data, side).astype(int)
+def draw_part(model: Any, train: Pairs, held: Pairs, guidance: float, temperature: float) -> list[dict[str, Any]]:
+    """Return a drawing of each held-out caption, with the training icon of most similar pixels, mirrored or not."""
+    side, texts = model.codes.side, [held.captions(i)[0] for i in range(len(held))]
+    made = Drawer(model, tokenizer_of(model)).draw(texts, Sampling(temperature=temperature), guidance=guidance)
+    known = pictures(train, ImagesConfig(crop_pct=1.0), side)
+    known = np.concatenate([known, known[:, :, ::-1]])
+    codes = quantise(torch.from_numpy(known), model.codes.palette)
     rows = []
-    for name, picture in zip(names, made, strict=True):
-        distance = ((known - picture.astype(int)) ** 2).mean((1, 2, 3))
-        nearest = int(distance.argmin())
-        rows.append({"name": name, "drawn": image(picture, 5), "nearest": nearest})
-        rows[-1]["off"] = round(float(distance[nearest]) ** 0.5, 1)
+    for text, picture in zip(texts, made, strict=True):
+        distance = ((known.astype(int) - picture) ** 2).mean((1, 2, 3))
+        nearest, drawn = int(distance.argmin()), quantise(torch.from_numpy(picture[None]), model.codes.palette)
+        rows.append({"text": text, "drawn": image(picture, 5), "nearest": nearest % len(train)})
+        rows[-1] |= {"off": round(float(distance[nearest]) ** 0.5, 1), "copy": bool((codes == drawn).all(1).any())}
     return rows
 
 
@@ -107,23 +121,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("settings", nargs="*", metavar="PRESET:KEY=VALUE", help="settings of a model's training")
     parser.add_argument("--out", type=Path, default=Path("gallery.html"))
     parser.add_argument("--runs", type=Path, default=Path("runs/gallery"))
-    parser.add_argument("--data", default=str(HERE), help="pairs of images and captions (train and val)")
+    parser.add_argument("--large", action="store_true", help="all icons (examples/all-icons) and a larger model")
+    parser.add_argument("--data", help="pairs of images and captions (train and val), instead of the icons")
+    parser.add_argument("--draw", type=Path, help="draw by these weights, such as an earlier checkpoint of the run")
+    parser.add_argument("--guidance", type=float, default=2.0, help="of drawings (default: what guidance.py found)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of drawings (default: what guidance.py found)")
     args = parser.parse_args(arguments)
-    told = {preset: [s.partition(":")[2] for s in args.settings if s.startswith(f"{preset}:")] for preset in PRESETS}
-    pair, caption, draw = (trained(preset, args.runs, told[preset], args.data) for preset in PRESETS)
+    args.data = args.data or str(ALL if args.large else HERE)
+    pair, caption, draw = (trained(preset, args) for preset in PRESETS)
+    draw = load(args.draw).eval() if args.draw else draw
     parameters = sum(model.cost().parameters for model in (pair, caption, draw))
-    plain = ImagesConfig(crop_pct=1.0)
-    train, held = (pairs_of(part) for part in open_pair_parts(DataConfig(path=args.data, images=plain)))
+    parts = ("train", "test" if args.large else "validation")
+    (train, held), texts = ([opened(args, part, column) for part in parts] for column in ("name", "text"))
     icons = [{"name": p.captions(i)[0], "held": p is held} for p in (train, held) for i in range(len(p))]
+    plain = ImagesConfig(crop_pct=1.0)
     for icon, pixels in zip(icons, np.concatenate([pictures(p, plain, 48) for p in (train, held)]), strict=True):
         icon["image"] = image(pixels)
-    facts = {
-        "icons": icons,
-        "training": len(train),
-        "parameters": parameters,
-        "search": search_part(pair, [train, held]),
-    }
-    facts |= {"captions": caption_part(caption, held), "drawings": draw_part(draw, train, held, plain)}
+    facts = {"icons": icons, "training": len(train), "parameters": parameters, "search": search_part(pair, texts)}
+    facts |= {"captions": caption_part(caption, held)}
+    facts |= {"drawings": draw_part(draw, *texts, args.guidance, args.temperature)}
     write_text(args.out, page(facts))
     print(f"{args.out}: {len(icons)} icons, three models of {parameters:,} parameters together")
 

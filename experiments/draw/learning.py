@@ -19,6 +19,7 @@ from torch import Tensor
 from training import augmented, factor, pixels_of
 
 from tokenformer.config import ModelConfig
+from tokenformer.config_data import IGNORED
 from tokenformer.config_train import OptimizerConfig
 from tokenformer.data.images.captions import encode_captions
 from tokenformer.infer.draw import Drawer
@@ -31,7 +32,7 @@ from tokenformer.parallel.layout import Layout
 from tokenformer.train.optim import Optimizer
 
 OTHERS, SHUFFLES, NO_TEXT = 99, 20, 0.1
-PRIOR = 128  # training icons over which p(name) is averaged
+PRIOR = 512  # training icons over which p(name) is averaged
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,11 @@ class Arm:
     rate: float = 2e-3
     seed: int = 0
     on: str = "validation"  # or test: then it is trained on the validation part too
+    double: bool = False  # drawings of twice the side
 
     @property
     def name(self) -> str:
-        return f"{self.what} rate {self.rate:g} seed {self.seed} {self.on}"
+        return f"{self.what} rate {self.rate:g} seed {self.seed} {self.on}{' double' if self.double else ''}"
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,15 @@ def training_rows(icons: Icons, arm: Arm) -> np.ndarray:
     return icons.rows(*(("train", "validation") if arm.on == "test" else ("train",)))
 
 
+def steps_of(arm: Arm, size: Size) -> int:
+    """Return the steps of a run; drawings of twice the side, each of which costs five times as much, have a quarter."""
+    return size.steps[arm.what] // (4 if arm.double else 1)
+
+
 def fit(model: Any, arm: Arm, size: Size, rows: np.ndarray, loss: Callable[[Tensor, torch.Generator], Tensor]) -> None:
     """Train by Muon; each epoch shows every icon once, in another order. `loss`: the mean over the rows of a batch."""
     random, order = torch.Generator().manual_seed(arm.seed), torch.empty(0, dtype=torch.long)
-    steps, batch = size.steps[arm.what], size.batch[arm.what]
+    steps, batch = steps_of(arm, size), size.batch[arm.what]
     optimizer = Optimizer(Layout(model), OptimizerConfig(kind="muon", rate=arm.rate, weight_decay=size.decay))
     for step in range(steps):
         if len(order) < batch:
@@ -81,12 +88,17 @@ def fit(model: Any, arm: Arm, size: Size, rows: np.ndarray, loss: Callable[[Tens
 
 def texts_of(icons: Icons, rows: Tensor, random: torch.Generator, device: str) -> tuple[Tensor, Tensor]:
     """Return ids and lengths of one caption of each icon."""
-    chosen = torch.randint(icons.ids.shape[1], (len(rows),), generator=random).numpy()
-    lengths = torch.from_numpy(icons.lengths[rows.numpy(), chosen])
-    return torch.from_numpy(icons.ids[rows.numpy(), chosen])[:, : int(lengths.max())].to(device), lengths.to(device)
+    chosen = rows.numpy(), torch.randint(icons.ids.shape[1], (len(rows),), generator=random).numpy()
+    lengths = torch.from_numpy(icons.lengths[chosen])
+    return torch.from_numpy(icons.ids[chosen])[:, : int(lengths.max())].to(device), lengths.to(device)
 
 
 # captions
+
+
+def letters(labels: Tensor) -> Tensor:
+    """Return where the bytes of a word are that only one group of training icons has (`SpellingTokenizer`)."""
+    return (labels > 1) & (labels < 258)
 
 
 def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionModel, dict[str, Any]]:
@@ -98,37 +110,47 @@ def captions(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[CaptionMo
         there = (torch.rand(len(rows), generator=random) > NO_TEXT).to(device)  # the others teach what names are like
         x = augmented(pixels_of(pixels[rows.to(device)]), random)
         ids, labels = shifted(ids, lengths, icons.tokenizer.end_of_document)
+        labels = labels.masked_fill(letters(labels) & there[:, None], IGNORED)  # spelling is learned from texts alone
         found = model(ids, x, there, labels=labels)
         return found.loss_sum / found.count
 
     fit(model, arm, size, training_rows(icons, arm), loss)
     held = icons.rows(arm.on)
     names, groups = icons.names(held), [group_of(name) for name in icons.names(held)]
-    ids, lengths = (torch.from_numpy(a).to(device) for a in encode_captions(icons.tokenizer, names, 16))
+    ids, lengths = (torch.from_numpy(a).to(device) for a in encode_captions(icons.tokenizer, names, icons.ids.shape[2]))
     ids, labels = shifted(ids[:, : int(lengths.max())], lengths, icons.tokenizer.end_of_document)
+    known = labels.masked_fill(letters(labels), IGNORED)  # words that two groups share, and where another one is
+    some = np.random.default_rng(0).permutation(training_rows(icons, arm))[:PRIOR]
+    x, seen = (pixels_of(pixels[torch.from_numpy(rows).to(device)]) for rows in (held, some))
+
+    def likely(labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log p of each name given each icon (the mean over it and its mirror image), and given any icon."""
+        own = torch.stack([model.likelihoods(view, ids, labels) for view in (x, x.flip(3))]).mean(0)
+        return own, model.likelihoods(seen, ids, labels).logsumexp(0)
+
     with torch.no_grad():
-        x = pixels_of(pixels[torch.from_numpy(held).to(device)])
-        likely = model.likelihoods(x, ids, labels)
+        (whole, any_whole), (part, any_part) = likely(labels), likely(known)
         prior = -F.cross_entropy(model(ids).logits.mT, labels, reduction="none").sum(1)
-        some = np.random.default_rng(0).permutation(training_rows(icons, arm))[:PRIOR]
-        marginal = model.likelihoods(pixels_of(pixels[torch.from_numpy(some).to(device)]), ids, labels).logsumexp(0)
-    ways = {"likelihood": likely, "per_token": likely / lengths, "ratio": likely - prior, "marginal": likely - marginal}
+    ways = {"likelihood": whole, "per_token": whole / lengths, "ratio": whole - prior}
+    ways |= {"marginal": whole - any_whole, "shared": part - any_part}
     return model, {way: ranks(score.cpu().numpy(), groups) for way, score in ways.items()}
 
 
 def ranks(score_IN: np.ndarray, groups: list[str]) -> dict[str, float]:
-    """Return in which share of images the right name is first among it and 99 of other groups, and with images shuffled
-    (the mean of 20 orders). A name that scores as high as the right one comes before it.
+    """Return in which share of images the right name is first among it and 99 of other groups, the mean over all draws
+    of these, and with images shuffled (the mean of 20 orders). A name that scores as high as the right one comes before
+    it.
     """
     random, count = np.random.default_rng(20241118), len(groups)
     other = np.array([[a != b for b in groups] for a in groups])
     found = []
     for image in [np.arange(count), *(_deranged(other, random) for _ in range(SHUFFLES))]:
-        first = 0
+        first = 0.0
         for icon in range(count):
-            drawn = random.choice(np.nonzero(other[icon])[0], min(OTHERS, other[icon].sum()), replace=False)
             row = score_IN[image[icon]]
-            first += bool((row[drawn] < row[icon]).all())
+            lower, every = int((row[other[icon]] < row[icon]).sum()), int(other[icon].sum())
+            drawn = min(OTHERS, every)
+            first += math.comb(lower, drawn) / math.comb(every, drawn)
         found.append(first / count)
     return {"first": found[0], "shuffled": float(np.mean(found[1:]))}
 
@@ -148,13 +170,14 @@ def _deranged(other: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 def drawings(arm: Arm, size: Size, icons: Icons, device: str) -> tuple[LanguageModel, dict[str, Any]]:
     """Train a model that draws; measure the bits of held-out icons, beside counts, and what it draws."""
-    rows, held, side = training_rows(icons, arm), icons.rows(arm.on), size.side
+    rows, held, side = training_rows(icons, arm), icons.rows(arm.on), size.side * (1 + arm.double)
     small = F.avg_pool2d(torch.from_numpy(icons.pixels).permute(0, 3, 1, 2).float(), icons.pixels.shape[1] // side)
     small = small.round().to(torch.uint8).permute(0, 2, 3, 1)
     colours = size.draw.added_vocab - 1
     palette = find_palette([small[torch.from_numpy(rows)].numpy()], colours)
     codes = quantise(small, palette)
-    model = LanguageModel(size.draw, seed=arm.seed).to(device)
+    config = dataclasses.replace(size.draw, context=side * side + icons.ids.shape[2])
+    model = LanguageModel(config, seed=arm.seed).to(device)
     model.codes, first, end = Codes(palette, side), model.config.vocab, icons.tokenizer.end_of_document
     every = codes.to(device)
 
@@ -228,5 +251,5 @@ def train(arm: Arm, size: Size, icons: Icons, device: str) -> dict[str, Any]:
     begun = time.process_time()
     model, facts = {"captions": captions, "drawings": drawings}[arm.what](arm, size, icons, device)
     facts |= {"parameters": model.cost().parameters, "icons": len(training_rows(icons, arm))}
-    facts |= {"held_out": len(icons.rows(arm.on)), "steps": size.steps[arm.what]}
+    facts |= {"held_out": len(icons.rows(arm.on)), "steps": steps_of(arm, size)}
     return {**dataclasses.asdict(arm), **facts, "cpu_seconds": time.process_time() - begun}

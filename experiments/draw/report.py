@@ -9,7 +9,8 @@ import statistics
 from pathlib import Path
 
 WAYS = {"likelihood": "Σ log p(name)", "per_token": "per token", "ratio": "Σ log p(name) − Σ log p(name without image)"}
-WAYS["marginal"] = "Σ log p(name) − log of the mean of p(name) over 128 training icons"
+WAYS["marginal"] = "Σ log p(name) − log of the mean of p(name) over 512 training icons"
+WAYS["shared"] = "the same over the words that two training groups share"
 
 
 def summary(values: list[float]) -> str:
@@ -45,7 +46,13 @@ def tables(entries: list[dict]) -> str:
     for e in (e for e in entries if e["what"] == "drawings"):
         less = 1 - e["bits"] / e["counts"]["bits"]
         gain = f"{e['gain']:.4f} ± {e['gain_95']:.4f}"
-        cells = [e["on"], f"{e['rate']:g}", f"{e['bits']:.4f}", f"{e['counts']['bits']:.4f}", f"{less:.1%}"]
+        cells = [
+            e["on"] + (", twice the side" if e["double"] else ""),
+            f"{e['rate']:g}",
+            f"{e['bits']:.4f}",
+            f"{e['counts']['bits']:.4f}",
+            f"{less:.1%}",
+        ]
         cells += [f"{e['bits_no_text']:.4f}", f"{e['bits_shuffled']:.4f}", gain]
         lines.append(f"| {' | '.join(cells)} |")
     for e in (e for e in entries if "copies" in e):

@@ -216,3 +216,36 @@ def test_a_file_of_no_part_is_named_and_dev_is_validation(tmp_path):
         assert len(open_pairs(DataConfig(path=str(tmp_path)), "train")) == 1
     (tmp_path / "more.csv").unlink()
     assert pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "validation")).captions(0) == ["bison"]
+
+
+def test_validation_and_test_files_are_parts_of_their_own(tmp_path):
+    """Test files are validated on only where there are no others; validation files are never called a test."""
+    (tmp_path / "images").symlink_to(ICONS / "train")
+
+    def captions(part: str) -> list[str]:
+        found = pairs_of(open_pairs(DataConfig(path=str(tmp_path)), part))
+        return [found.captions(row)[0] for row in range(len(found))]
+
+    for part, name in {"train": "fox", "val": "bison", "test": "beaver"}.items():
+        (tmp_path / f"{part}.csv").write_text(f"image,caption\nimages/animals/{name}.png,{name}\n")
+    assert [captions(part) for part in ("train", "validation", "test")] == [["fox"], ["bison"], ["beaver"]]
+    (tmp_path / "val.csv").unlink()
+    assert captions("validation") == captions("test") == ["beaver"]
+    (tmp_path / "test.csv").rename(tmp_path / "val.csv")
+    with pytest.raises(UserError, match=r"has no .csv files for test: check the path"):
+        captions("test")
+
+
+def test_two_columns_of_one_parquet_file_are_read_side_by_side(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {"image": [image(name) for name in PAIRS], "name": ["a", "b", "c"], "text": ["one", "of many", "letters"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet")
+    both = [
+        pairs_of(open_pairs(DataConfig(path=str(tmp_path), images=ImagesConfig(caption_column=column)), "train"))
+        for column in ("name", "text")
+    ]
+    for row, name in enumerate(PAIRS):
+        assert [found.item(row) for found in both] == [image(name)] * 2
+        assert [found.captions(row)[0] for found in both] == [columns[column][row] for column in ("name", "text")]

@@ -110,7 +110,7 @@ def find_shards(path: str, part: Part | None, form: str, kinds: dict[str, str]) 
         if form == kind or (form == "auto" and ending in there):
             names = shard_files(path, part, ending)
             if not names and part != "validation":
-                raise UserError(f"{shown(path)} has no {ending} files{f' for {part}' if part else ''}: check data.path")
+                raise UserError(f"{shown(path)} has no {ending} files{f' for {part}' if part else ''}: check the path")
             return kind, names
     return None
 
@@ -153,7 +153,7 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
     if own is None and part == "validation":
         return none_of(_open(path, "train", data, settings, classes))
     if own is None and part == "test":
-        raise UserError(f"{root} has no folder val or test: check data.path")
+        raise UserError(f"{root} has no folder test: give another part, or check the path")
     if settings.labels and not has_folders(own or root):
         return open_flat(own or root, Path(settings.labels), classes)
     return open_folder(own or root, classes)

@@ -27,8 +27,8 @@ from tokenformer.terminal import progress
 
 PARTS = {
     "train": ("train", "training"),
-    "validation": ("val", "valid", "validation", "dev", "test"),
-    "test": ("test", "val"),
+    "validation": ("val", "valid", "validation", "dev", "test"),  # test images: where there are no others
+    "test": ("test",),
 }
 MOST_SHARDS = 100_000
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
@@ -79,6 +79,7 @@ def shard_files(pattern: str, part: str | None, ending: str) -> list[str]:
         return path.parent.name in words or re.split(r"[-_.]", path.name)[0] in words
 
     named = {name: [str(p) for p in every if belongs(p, words)] for name, words in PARTS.items()}
+    named["validation"] = [name for name in named["validation"] if name not in named["test"]] or named["test"]
     if part is not None and (any(named.values()) or part != "train"):
         left = [p for p in every if str(p) not in {name for names in named.values() for name in names}]
         if left and any(named.values()):

@@ -33,7 +33,7 @@ class Images(Protocol):
     def name(self, index: int) -> str: ...
 
 
-_IN_CACHE = re.compile(r"^(.+)\.[0-9a-f]{8}(?=\.images$)")  # of an unpacked file: says where the packed one lies
+_MARKS = re.compile(r"^\.?(.+?)(\.[0-9a-f]{8}){1,2}(?=\.images$)")  # of an unpacked file: of its place and its columns
 
 
 class Files:
@@ -75,7 +75,7 @@ class Pieces:
     ) -> None:
         self.files, self.places, self.labels, self.classes, self.shape = list(files), places, labels, classes, shape
         self._stamps = [os.stat(file).st_mtime_ns for file in files]  # a file that was replaced is opened anew
-        names = "\0".join(_IN_CACHE.sub(r".\1", Path(file).name) for file in files).encode()
+        names = "\0".join(_MARKS.sub(r".\1", Path(file).name) for file in files).encode()
         self.fingerprint = fingerprint(names, places, labels)
 
     def __len__(self) -> int:

@@ -5,6 +5,7 @@ Unusual: Parquet cannot be read at random, so the images are unpacked once, into
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -50,13 +51,17 @@ def _unpacked(
     advance: Callable[[int], object],
 ) -> Index:
     """Return the index of a Parquet file, and append the file of its unpacked images to `found`."""
-    place, target, stamp = kept_at(path, cache, "index"), kept_at(path, cache, "images"), stamp_of(path)
+    # other columns have other files, which may be read at the same time
+    mark = hashlib.blake2b("\0".join([image, label, str(texts)]).encode(), digest_size=4).hexdigest()
+    place, target = (
+        kept_at(path, cache, f"{mark}.{what}") for what in ("index", "images")
+    )  # others read other columns
+    stamp = stamp_of(path)
     found.append(str(target))
-    columns = [image, label, *(["text"] if texts else [])]
 
     def kept() -> Index | None:
         index = load_index(place, stamp)
-        if index is None or not np.array_equal(index.get("columns", []), columns) or not is_file(target):
+        if index is None or not is_file(target):
             return None
         return index if target.stat().st_size == index["bytes"] else None
 
@@ -66,7 +71,7 @@ def _unpacked(
             place.parent.mkdir(parents=True, exist_ok=True)
             with open(place.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # the other ranks wait, and then find it
-                index = kept() or _unpack(path, target, place, image, label, columns)
+                index = kept() or _unpack(path, target, place, image, label, texts)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(lock.name)
         except OSError as error:
@@ -78,14 +83,14 @@ def _unpacked(
     return index
 
 
-def _unpack(path: Path, target: Path, place: Path, image: str, label: str, columns: list[str]) -> Index:
+def _unpack(path: Path, target: Path, place: Path, image: str, label: str, texts: bool) -> Index:
     free, size = shutil.disk_usage(place.parent).free, path.stat().st_size
     if free < 1.1 * size:
         raise UserError(
             f"unpacking {path} takes {size / 1e9:.1f} GB, but {place.parent} has {free / 1e9:.1f} free: "
             "name another folder with data.cache"
         )
-    places, labels, end, texts, missing = [], [], 0, len(columns) > 2, []
+    places, labels, end, missing = [], [], 0, []
     with open(path, "rb") as stream, open_parquet(stream, str(path)) as table, files.atomic_file(target) as beside:
         names = table.schema_arrow.names
         for column, what in ((image, "image"), (label, "caption" if texts else "label")):
@@ -111,7 +116,7 @@ def _unpack(path: Path, target: Path, place: Path, image: str, label: str, colum
                 end += file.write(data + text)
     index = {"places": np.array(places, np.int64).reshape(-1, 2)}
     index |= text_index(labels, missing) if texts else {"labels": np.array(labels, np.int64)}
-    index |= {"columns": np.array(columns), "bytes": np.array(end), "stamp": stamp_of(path)}
+    index |= {"bytes": np.array(end), "stamp": stamp_of(path)}
     index["classes"] = np.array(_class_names(table, label), str)
     save_index(place, index)
     return index
