@@ -126,6 +126,23 @@ def test_mistakes_are_refused_in_a_sentence(folder, capsys, monkeypatch):
         assert answer.json()["usage"]["completion_tokens"] == 2 and again.port == busy.port
 
 
+def test_who_writes_into_the_file_of_the_weights_changes_no_answer(tmp_path):
+    """As opened they are mapped: zeros in the file would be zeros in the model, and a shorter file the end of it."""
+    hub.save(make_model(), tmp_path / "small", tokenizer_json=BYTES.to_json())
+    weights, body = tmp_path / "small" / "model.safetensors", {"prompt": "Once", "max_tokens": 20, "temperature": 0}
+    with Server(str(tmp_path / "small")) as server:
+
+        def ask() -> str:
+            return httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"]
+
+        before = ask()
+        with open(weights, "r+b") as file:
+            file.write(bytes(weights.stat().st_size))
+        assert ask() == before
+        os.truncate(weights, 0)
+        assert ask() == before
+
+
 def test_what_is_no_language_model_is_refused(tmp_path, capsys):
     from tokenformer import models
     from tokenformer.config import ModelConfig

@@ -1,6 +1,7 @@
 """The server through the official client: its texts are those of `generate`, its errors have the protocol's form."""
 
 import asyncio
+import itertools
 import math
 import random
 import time
@@ -81,8 +82,26 @@ def test_echo_gives_the_prompt_with_its_probabilities(client, engine, model):
     assert choice.logprobs.token_logprobs[0] is None
     assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
     assert choice.logprobs.tokens[2:5] == ["bytes:\\xc3", "bytes:\\xb6", "l"]
+    assert choice.logprobs.text_offset == [0, 1, 2, 2, 3, 4, 5, 6, 6, 6]  # in the text, not in the names of bytes
+    words = {"model": "small", "prompt": prompt, "max_tokens": 5, "echo": True, "logprobs": 1, "temperature": 0}
+    whole, parts = client.completions.create(**words), client.completions.create(**words, stream=True)
+    offsets = whole.choices[0].logprobs.text_offset
+    assert offsets[:11] == [*choice.logprobs.text_offset, len(prompt)]
+    assert [at for part in parts if part.choices[0].logprobs for at in part.choices[0].logprobs.text_offset] == offsets
     more = client.completions.create(model="small", prompt=prompt, max_tokens=5, echo=True, temperature=0)
     assert more.choices[0].text == prompt + alone(engine, prompt, 5).text
+
+
+def test_offsets_are_places_in_the_text_whatever_bytes_come(client):
+    """At this temperature the model writes parts of characters, whole ones and bytes that belong to none."""
+    for seed in range(8):
+        words = {"model": "small", "prompt": "€", "max_tokens": 120, "temperature": 4, "seed": seed, "logprobs": 0}
+        choice = client.completions.create(**words, extra_body={"return_token_ids": True}).choices[0]
+        text, offsets = choice.text, choice.logprobs.text_offset
+        assert offsets[0] == 0 and all(a <= b <= a + 1 for a, b in itertools.pairwise(offsets))
+        for id, at in zip(choice.token_ids, offsets, strict=True):  # the id of a byte is one more than the byte
+            found = text[at : at + 1]
+            assert found == chr(id - 1) if 0 < id <= 128 else not found.isascii() or not id, (seed, at, text)
 
 
 def test_the_models_are_listed(client):

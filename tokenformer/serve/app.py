@@ -235,13 +235,13 @@ class Service:
         async for piece in self._pieces(len(answers), events, begun):
             pieces[piece.index].append(piece)
         prompts, count = [answer.text.prompt for answer in answers], sum(len(answer.tokens) for answer in answers)
-        body = Writer(asked, self.name).whole([joined(each) for each in pieces], prompts, count)
+        body = Writer(asked, self.name, self.tokenizer.decode).whole([joined(each) for each in pieces], prompts, count)
         return JSONResponse(body)
 
     async def _stream(
         self, asked: Asked, answers: list[Answer], events: asyncio.Queue, begun: float
     ) -> AsyncIterator[str]:
-        writer, begun_answers = Writer(asked, self.name), set()
+        writer, begun_answers = Writer(asked, self.name, self.tokenizer.decode), set()
         try:
             async for piece in self._pieces(len(answers), events, begun):
                 prompt = None if piece.index in begun_answers else answers[piece.index].text.prompt

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.slots import Made, Slots, Text, Token
-from tokenformer.infer.text import AnyTokenizer, Piecewise
+from tokenformer.infer.text import AnyTokenizer, Piecewise, token_start
 
 
 class Placed(NamedTuple):
@@ -57,10 +57,10 @@ class Answer:
         if self.limit == 0:  # the prompt alone was wanted
             self.finish("length")
             return
-        written, ended = self.written, token.id == self.end
-        self.tokens.append(Placed(token, self._ends[-1] if self._ends else 0))
-        last = ended or len(self.tokens) == self.limit
+        written, ended, before = self.written, token.id == self.end, self.written.text
+        last = ended or len(self.tokens) + 1 == self.limit
         text = written.add([] if ended else [token.id], last=last)
+        self.tokens.append(Placed(token, len(before) if ended else token_start(before, written.text)))
         if ended or written.stopped:
             self.reason = "stop"
         elif last:

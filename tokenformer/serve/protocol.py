@@ -6,12 +6,14 @@ fields that the protocol does not know are ignored. `top_k`, `ignore_eos` and `r
 
 import time
 import uuid
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenformer.infer.sampling import Sampling
 from tokenformer.infer.slots import ALTERNATIVES, Token
+from tokenformer.infer.text import Piecewise, token_start
 from tokenformer.parsing import shown
 from tokenformer.serve.batching import Piece, Placed
 
@@ -257,8 +259,10 @@ def joined(pieces: Sequence[Piece]) -> Written:
 class Writer:
     """Makes the objects that a request is answered with; `name` gives the text of a token by its id, and its bytes."""
 
-    def __init__(self, asked: Asked, name: Callable[[int], tuple[str, bytes]]) -> None:
-        self.asked, self.name = asked, name
+    def __init__(
+        self, asked: Asked, name: Callable[[int], tuple[str, bytes]], decode: Callable[[list[int]], str]
+    ) -> None:
+        self.asked, self.name, self.decode = asked, name, decode
         kind = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
 
@@ -313,11 +317,25 @@ class Writer:
 
     def _prompt(self, index: int, scored: Sequence[Token]) -> list[Placed]:
         """Return the tokens of a prompt; the first has no probability."""
-        ids, at, out = self.asked.prompts[index // self.asked.n], 0, []
-        for token in [Token(ids[0]), *scored]:
-            out.append(Placed(token, at))
-            at += len(self.name(token.id)[0])
-        return out
+        tokens = [Token(self.asked.prompts[index // self.asked.n][0]), *scored]
+        return list(map(Placed, tokens, self._starts([token.id for token in tokens])))
+
+    def _starts(self, ids: list[int]) -> list[int]:
+        """Return where the text of each token begins."""
+        starts, at, characters = [], 0, getincrementaldecoder("utf-8")("replace")
+        for id in ids:
+            starts.append(at)
+            at += len(characters.decode(self.name(id)[1]))
+        whole = self.decode(ids)
+        if at == len(whole) and "�" not in whole:
+            return starts
+        # slower: for bytes that are no characters, and for a decoder that treats the first token otherwise
+        text, starts = Piecewise(self.decode, []), []
+        for id in ids:
+            before = text.text
+            text.add([id])
+            starts.append(token_start(before, text.text))
+        return starts
 
     def _top(self, token: Token) -> dict[int, float]:
         """Return the alternatives that were asked for, and the token itself."""

@@ -71,6 +71,9 @@ def open_service(args: argparse.Namespace, address: Address) -> Any:
     opened.prepare = partial(attach_all, words=args.adapter)
     tokenizer, template = opened.tokenizer, read_template(opened.folder)
     model = opened.model.eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":  # a view of a mapped file: who writes into that would change answers
+            tensor.data = tensor.data.clone()
     moved = [name for name, tensors in getattr(model, "adapters", {}).items() if tensors]
     if moved:
         raise UserError(
