@@ -147,11 +147,15 @@ class Batcher:
             self._cancelled += [answer for answer in answers if answer.reason is None]
             self._change.notify()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop after the current step; what runs or waits has failed."""
         with self._change:
             self._stopping = True
             self._change.notify()
+
+    def close(self) -> None:
+        """Stop, and wait for it."""
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
@@ -172,6 +176,8 @@ class Batcher:
             with self._change:
                 self._stopping = True
                 left = [*self._running.values(), *(answer for request in self._waiting for answer in request)]
+                self._running.clear()
+                self._waiting.clear()
             for answer in left:
                 if answer.reason is None:
                     answer.finish("failed")
