@@ -1,4 +1,4 @@
-"""Ends a server: what was asked is answered first, and no client holds it up by sending or reading slowly.
+"""Runs a server, and ends it: what was asked is answered first, and no client holds it up by sending or reading slowly.
 
 Unusual: uvicorn would wait for such clients without a limit, and its limit would also cut texts that are being written.
 """
@@ -7,6 +7,7 @@ import asyncio
 import signal
 import socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -18,8 +19,9 @@ TICK = 0.1
 
 
 class Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
+    def __init__(self, service: Service) -> None:
+        how: dict[str, Any] = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
+        super().__init__(uvicorn.Config(service.app, log_level="warning", access_log=False, **how))
         self.service, self.hurried = service, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

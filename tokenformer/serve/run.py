@@ -102,15 +102,11 @@ def open_service(args: argparse.Namespace, address: Address) -> Any:
 
 def serve(service: Any, address: Address) -> int:
     """Answer until SIGTERM or Ctrl-C; what has begun is finished. Return the exit code."""
-    import uvicorn
-
     from tokenformer.serve.ending import Server
 
     listening = address.listen()
     host, port = listening.getsockname()[:2]
-    how: dict[str, Any] = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
-    config = uvicorn.Config(service.app, log_level="warning", access_log=False, **how)
-    server = Server(config, service)
+    server = Server(service)
 
     def stop() -> None:
         server.should_exit = True
