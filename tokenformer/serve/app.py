@@ -76,7 +76,7 @@ class Service:
         self.most, self.key, self.hosts, self.on_failure = most or engine.context, key, hosts, on_failure
         self.name, self.metrics, self.begun = token_names(tokenizer), Metrics(), int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None
-        # characters of a prompt, at most: a longer one has more tokens than the context, whatever they are
+        # characters of a prompt, at most: a longer one has more tokens than the context even if all are the longest
         self.characters = engine.context * max(len(self.name(id)[1]) for id in range(tokenizer.vocab_size))
         self._reading: set[asyncio.Timeout] = set()  # one per request whose body is on its way
         self._ending = False
