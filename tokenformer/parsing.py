@@ -76,8 +76,8 @@ def read_json(path: str | Path) -> dict:
     return value
 
 
-def parse_json(text: str, where: str) -> Any:
-    """Parse JSON; `where` is what messages call it."""
+def parse_json(text: str, where: str, do: str = "restore it or get it anew") -> Any:
+    """Parse JSON; `where` is what messages call it, `do` what they advise."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
         if "\\u" in text:
@@ -86,9 +86,9 @@ def parse_json(text: str, where: str) -> Any:
     except UnicodeEncodeError:
         raise UserError(f"{where} is not UTF-8 text (it holds half a surrogate pair): mend it") from None
     except RecursionError:
-        raise UserError(f"{where} is nested too deeply: restore it or get it anew") from None
+        raise UserError(f"{where} is nested too deeply: {do}") from None
     except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}): restore it or get it anew") from None
+        raise UserError(f"{where} is not JSON ({error}): {do}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -358,6 +358,7 @@ def test_the_vocabulary_can_be_resized(both, tmp_path):
         model.resize_token_embeddings(size, mean_resizing=mean)
         assert model.config.vocab == model.config.vocab_size == model.model.config.vocab == size
         assert torch.allclose(model(IDS).logits[..., :256], before, atol=1e-5)
+        assert model.get_output_embeddings().weight is model.model.head_weight  # also of a tied head
     assert model.model.embedding.weight[300:].std().item() == pytest.approx(0.02, rel=0.2)
     model.save_pretrained(tmp_path)
     assert torch.equal(tokenformer.load(tmp_path)(IDS).logits, model(IDS).logits)

@@ -41,21 +41,22 @@ class Server:
         )
         assert self.process.stdout is not None
         self.log = ""
-        while not (found := re.search(r"http://127\.0\.0\.1:(\d+)/ ", self.log)):
+        while not (found := re.search(r"(http://127\.0\.0\.\d+:(\d+))/ ", self.log)):
             line = self.process.stdout.readline()
             assert line, self.log
             self.log += line
-        self.port = int(found[1])
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url, self.port = found[1], int(found[2])
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         for line in self.process.stdout or ():
             self.log += line
 
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics").text
-        return float(re.search(rf"^tokenformer_{name} (\S+)", text, flags=re.M)[1])  # type: ignore[index]
+    def metric(self, name: str, default: float | None = None) -> float:
+        found = re.search(rf"^tokenformer_{re.escape(name)} (\S+)", httpx.get(f"{self.url}/metrics").text, flags=re.M)
+        if found is None and default is not None:
+            return default
+        return float(found[1])  # type: ignore[index]
 
     def resident(self) -> int:
         """Bytes of memory."""

@@ -141,7 +141,7 @@ def malformed(draw: random.Random) -> tuple[str, str, bytes, int]:
         "prompt": [None, True, -1, 1.5, [], {}, [[]], [True], "\ud800"],
         "max_tokens": [True, -1, 0, 1.5, 10**30, "x", [], 255],
         "temperature": [True, -1, 101, 1e-9, 10**400, "x", [], float("nan"), float("inf")],
-        "top_p": [True, -1, 0, 1.01, "x", float("nan")],
+        "top_p": [True, -1, 1.01, "x", float("nan")],
         "top_k": [True, -2, 1.5, "x", 10**30],
         "n": [True, 0, -1, 129, 1.5, "x", 10**30],
         "seed": [True, 1.5, "x", 2**63, -(2**80)],

@@ -1,7 +1,10 @@
 """A server with everything: a key, a chat template, adapters, a short queue; ended by signals and started again."""
 
+import json
 import os
+import re
 import signal
+import socket
 import threading
 import time
 
@@ -82,7 +85,9 @@ def test_the_key_the_chat_and_the_adapter_are_used(guarded, base):
 
 
 def test_a_full_queue_is_429_and_sigterm_finishes_what_runs(guarded):
-    headers, body = {"Authorization": "Bearer secret"}, {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
+    headers, body = {"Authorization": "bearer secret"}, {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
+    never = httpx.post(f"{guarded.url}/v1/completions", json={**body, "n": 3}, headers=headers)
+    assert never.status_code == 400 and "from 1 to 2" in never.json()["error"]["message"]
     found: list[httpx.Response] = []
 
     def ask() -> None:
@@ -104,6 +109,58 @@ def test_a_full_queue_is_429_and_sigterm_finishes_what_runs(guarded):
     assert guarded.process.wait(30) == 0 and "Traceback" not in guarded.log
 
 
+def half_sent(port: int) -> socket.socket:
+    """Return a connection on which one byte of a request's thousand has come."""
+    connection = socket.create_connection(("127.0.0.1", port))
+    lines = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Length: 1000", "", "{"]
+    connection.sendall("\r\n".join(lines).encode())
+    return connection
+
+
+def test_ctrl_c_says_what_is_left_and_a_second_one_stops_it(folder):
+    with Server(str(folder), "--rows", "1", "--host", "0.0.0.0", "--no-auth") as server:
+        assert f"port {server.port} of every address of this machine; http://127.0.0.1:{server.port}/ is" in server.log
+        found, body = [], {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "n": 128}
+
+        def ask() -> None:
+            found.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_for(lambda: server.metric("running"))
+        with half_sent(server.port) as half:
+            time.sleep(0.2)
+            server.process.send_signal(signal.SIGINT)
+            assert b" 503 " in half.recv(1000)  # at once
+        wait_for(lambda: re.search(r"finishing \d+ texts; Ctrl-C again stops at once", server.log))
+        assert server.end(signal.SIGINT, 10) == 0
+        asking.join()
+        assert found[0].status_code == 503 and "was stopped" in found[0].json()["error"]["message"]
+        assert "Traceback" not in server.log, server.log
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_ends_with_the_server(folder):
+    with Server(str(folder)) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "n": 32, "logprobs": 20, "stream": True}
+        text = json.dumps(body)
+        lines = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(text)}", "", text]
+        client.sendall("\r\n".join(lines).encode())
+        wait_for(lambda: server.metric("running"))
+        begun = time.monotonic()
+        assert server.end(seconds=30) == 0 and time.monotonic() - begun > 5
+        assert "Traceback" not in server.log, server.log
+
+
+def wait_for(condition, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_mistakes_are_refused_in_a_sentence(folder, capsys, monkeypatch):
     monkeypatch.delenv("TOKENFORMER_API_KEY", raising=False)
     with Server(str(folder)) as busy:
@@ -117,6 +174,8 @@ def test_mistakes_are_refused_in_a_sentence(folder, capsys, monkeypatch):
         ):
             assert main(["serve", str(folder), *words]) == 2
             assert sentence in capsys.readouterr().err
+        assert main(["serve", ""]) == 2
+        assert "the name of the model is empty" in capsys.readouterr().err
         # kill -9, and there it is again
         busy.process.send_signal(signal.SIGKILL)
         busy.process.wait()
@@ -124,6 +183,23 @@ def test_mistakes_are_refused_in_a_sentence(folder, capsys, monkeypatch):
     with again:
         answer = httpx.post(f"{again.url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
         assert answer.json()["usage"]["completion_tokens"] == 2 and again.port == busy.port
+
+
+def test_who_writes_into_the_file_of_the_weights_changes_no_answer(tmp_path):
+    """As opened they are mapped: zeros in the file would be zeros in the model, and a shorter file the end of it."""
+    hub.save(make_model(), tmp_path / "small", tokenizer_json=BYTES.to_json())
+    weights, body = tmp_path / "small" / "model.safetensors", {"prompt": "Once", "max_tokens": 20, "temperature": 0}
+    with Server(str(tmp_path / "small"), "--host", "127.0.0.2") as server:  # it may be called by its own address
+
+        def ask() -> str:
+            return httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"]
+
+        before = ask()
+        with open(weights, "r+b") as file:
+            file.write(bytes(weights.stat().st_size))
+        assert ask() == before
+        os.truncate(weights, 0)
+        assert ask() == before
 
 
 def test_what_is_no_language_model_is_refused(tmp_path, capsys):

@@ -104,11 +104,30 @@ def test_a_text_is_written_watched_stopped_and_changed(browser, server, engine, 
     assert 3 <= len(tokens()) < 240
     wait(lambda: server.metric("running") == 0)
 
-    # a mistake is said
-    set_value("tokens", 100000)
+    # a mistake is said in the words of the page, and leaves the text as it was
+    kept = tokens()
+    for name, value, sentence in (
+        ("tokens", 100000, "tokens is 100,000"),
+        ("tokens", 0, "tokens is 0"),
+        ("top_p", 2, "top-p is 2"),
+    ):
+        set_value(name, value)
+        get("write").click()
+        wait(lambda sentence=sentence: sentence in get("status").text)
+        assert "wrong" in (get("status").get_attribute("class") or "") and tokens() == kept
+        set_value(name, 1)
+
+    # at the end of the context as many are written as fit, and then none
+    set_value("temperature", 0)
+    set_value("tokens", 200)
     get("write").click()
-    wait(lambda: "wrong" in (get("status").get_attribute("class") or ""))
-    assert "tokens" in get("status").text
+    wait(lambda: get("status").text.startswith("200 tokens"))
+    get("on").click()
+    wait(lambda: get("status").text.endswith("the context is full"))
+    assert len(tokens()) == engine.context - len(prompt)
+    get("on").click()
+    wait(lambda: "as many as the model's context" in get("status").text)
+    assert len(tokens()) == engine.context - len(prompt)
 
     browser.execute_cdp_cmd(
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}

@@ -1,8 +1,10 @@
 """The server through the official client: its texts are those of `generate`, its errors have the protocol's form."""
 
 import asyncio
+import itertools
 import math
 import random
+import threading
 import time
 
 import httpx
@@ -30,6 +32,8 @@ def test_completions_are_those_of_generate(client, engine):
     assert greedy.choices[0].text == alone(engine, "Once", 20).text != ""
     assert greedy.choices[0].finish_reason == "length"
     assert (greedy.usage.prompt_tokens, greedy.usage.completion_tokens, greedy.usage.total_tokens) == (4, 20, 24)
+    narrow = client.completions.create(model="small", prompt="Once", max_tokens=20, top_p=0)
+    assert narrow.choices[0].text == greedy.choices[0].text
     for words, how in (
         ({"temperature": 0.8, "seed": 7}, Sampling(temperature=0.8)),
         ({"temperature": 1.2, "seed": 8, "top_p": 0.7}, Sampling(temperature=1.2, top_p=0.7)),
@@ -81,8 +85,48 @@ def test_echo_gives_the_prompt_with_its_probabilities(client, engine, model):
     assert choice.logprobs.token_logprobs[0] is None
     assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
     assert choice.logprobs.tokens[2:5] == ["bytes:\\xc3", "bytes:\\xb6", "l"]
+    assert choice.logprobs.text_offset == [0, 1, 2, 2, 3, 4, 5, 6, 6, 6]  # in the text, not in the names of bytes
+    words = {"model": "small", "prompt": prompt, "max_tokens": 5, "echo": True, "logprobs": 1, "temperature": 0}
+    whole, parts = client.completions.create(**words), client.completions.create(**words, stream=True)
+    offsets = whole.choices[0].logprobs.text_offset
+    assert offsets[:11] == [*choice.logprobs.text_offset, len(prompt)]
+    assert [at for part in parts if part.choices[0].logprobs for at in part.choices[0].logprobs.text_offset] == offsets
     more = client.completions.create(model="small", prompt=prompt, max_tokens=5, echo=True, temperature=0)
     assert more.choices[0].text == prompt + alone(engine, prompt, 5).text
+
+
+def test_a_prompt_of_the_whole_context_can_be_scored(client, engine):
+    words = {"model": "small", "prompt": [66] * engine.context, "echo": True, "logprobs": 0}
+    assert len(client.completions.create(**words, max_tokens=0).choices[0].logprobs.tokens) == engine.context
+    with pytest.raises(openai.BadRequestError, match="shorten it"):
+        client.completions.create(**words)
+
+
+def test_a_prompt_of_8_megabytes_holds_up_nobody(server):
+    found: list[httpx.Response] = []
+    body = {"prompt": "word " * 1_600_000}
+    asking = threading.Thread(target=lambda: found.append(httpx.post(f"{server.url}/v1/completions", json=body)))
+    asking.start()
+    worst = 0.0
+    while asking.is_alive():
+        begun = time.monotonic()
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        worst = max(worst, time.monotonic() - begun)
+    error = found[0].json()["error"]
+    assert found[0].status_code == 400 and error["code"] == "context_length_exceeded" and worst < 2, worst
+    assert error["message"].startswith("the prompt has 8,000,000 characters")
+
+
+def test_offsets_are_places_in_the_text_whatever_bytes_come(client):
+    """At this temperature the model writes parts of characters, whole ones and bytes that belong to none."""
+    for seed in range(8):
+        words = {"model": "small", "prompt": "€", "max_tokens": 120, "temperature": 4, "seed": seed, "logprobs": 0}
+        choice = client.completions.create(**words, extra_body={"return_token_ids": True}).choices[0]
+        text, offsets = choice.text, choice.logprobs.text_offset
+        assert offsets[0] == 0 and all(a <= b <= a + 1 for a, b in itertools.pairwise(offsets))
+        for id, at in zip(choice.token_ids, offsets, strict=True):  # the id of a byte is one more than the byte
+            found = text[at : at + 1]
+            assert found == chr(id - 1) if 0 < id <= 128 else not found.isascii() or not id, (seed, at, text)
 
 
 def test_the_models_are_listed(client):
@@ -147,7 +191,10 @@ def test_64_requests_at_once_have_the_answers_of_one_at_a_time(server, engine, m
 
 
 def test_a_reader_that_goes_away_frees_its_row(server):
-    before = server.metric("cancelled_total")
+    def gone() -> int:
+        return int(server.metric('requests_total{path="/v1/completions",status="499"}', 0))
+
+    before, before_gone = server.metric("cancelled_total"), gone()
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 240, "stream": True}
     ) as r:
@@ -159,12 +206,18 @@ def test_a_reader_that_goes_away_frees_its_row(server):
         assert time.monotonic() < end
         time.sleep(0.05)
     assert server.metric("waiting") == 0
+    assert gone() == before_gone + 2 and 'status="500"' not in httpx.get(f"{server.url}/metrics").text
 
 
 def test_pages_of_other_sites_are_refused(server):
     for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
         found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, headers=headers)
         assert found.status_code == 403 and "error" in found.json()
+    wrong = httpx.get(f"{server.url}/v1/completions")
+    assert wrong.status_code == 405 and wrong.headers["Allow"] == "POST"
+    assert wrong.json()["error"]["message"] == "this address takes POST, not GET"
+    broken = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "a"').json()["error"]["message"]
+    assert broken.startswith("the body is not JSON (") and broken.endswith("): send one JSON object")
     own = httpx.get(f"{server.url}/v1/models", headers={"Origin": server.url})
     assert own.status_code == 200
 

@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: give a number above 0")
+    if "" in args.source:
+        raise UserError("the name of the model is empty: give a folder, a run, official weights or a hub name")
     if args.queue < 0:
         raise UserError(f"--queue is {args.queue}: give 0 or more")
     address = Address(args.host, args.port, key, args.no_auth)  # is checked before the model is read

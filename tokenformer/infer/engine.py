@@ -142,9 +142,15 @@ class Engine:
         return {name: [float(row.get(name, 0.0)) for row in rows] for name in used}
 
     def check(
-        self, prompts: Sequence[Ids] | Tensor, seeds: Sequence[int] | None = None, names: Sequence[str] | None = None
+        self,
+        prompts: Sequence[Ids] | Tensor,
+        seeds: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
+        new: int = 1,
     ) -> tuple[list[list[int]], list[int]]:
-        """Return prompts and seeds as plain numbers, all checked; messages call prompts by their `names`."""
+        """Return prompts and seeds as plain numbers, all checked: the context must have room for `new` tokens behind
+        each prompt. Messages call prompts by their `names`.
+        """
         rows = []
         for i, prompt in enumerate(prompts):
             name = names[i] if names else f"prompts[{i}]"
@@ -154,7 +160,7 @@ class Engine:
                 raise UserError(f"{name} is no row of ids: give whole numbers, as a list or a 1-D tensor") from None
             if not row:
                 raise UserError(f"{name} has no tokens: begin with the token that ends a document")
-            if len(row) >= self.context:
+            if len(row) + new > self.context:
                 raise UserError(f"{name} has {len(row):,} tokens, the model's context is {self.context:,}: shorten it")
             known = self.choices(adds=True)
             for strange in (id for id in row if not any(id in some for some in known)):

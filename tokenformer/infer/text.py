@@ -100,6 +100,20 @@ class Piecewise:
         return held
 
 
+def token_start(before: str, after: str) -> int:
+    """Return where the text of a token begins, from the texts before and after it was added. A token that begins inside
+    a character has the place of that character, which is shown as U+FFFD until its last byte has come.
+
+    >>> token_start("a", "ab"), token_start("a�", "a€"), token_start("a�", "a�"), token_start("a�", "a�b")
+    (1, 1, 1, 2)
+    """
+    if before == after and before.endswith("�"):
+        return len(before) - 1
+    if after.startswith(before):
+        return len(before)
+    return next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+
+
 def to_ids(tokenizer: AnyTokenizer, text: str, name: str = "the prompt") -> list[int]:
     """Return the ids of a prompt; an empty one is the beginning of a document.
 

@@ -32,7 +32,8 @@ from tokenformer.serve.metrics import Metrics
 from tokenformer.serve.protocol import Asked, Refused, Writer, Written, joined, read_request
 
 BODY = 1 << 23  # bytes of a request, at most
-LARGE = 1 << 15  # bytes from which on a body is read beside the event loop
+LARGE = 1 << 13  # bytes from which on a body is read beside the event loop
+GONE = 499  # counted for a client that went away before its answer was sent
 OPEN = ("/", "/health")  # what needs no key
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -75,6 +76,10 @@ class Service:
         self.most, self.key, self.hosts, self.on_failure = most or engine.context, key, hosts, on_failure
         self.name, self.metrics, self.begun = token_names(tokenizer), Metrics(), int(time.time())
         self.loop: asyncio.AbstractEventLoop | None = None
+        # characters of a prompt, at most: a longer one has more tokens than the context even if all are the longest
+        self.characters = engine.context * max(len(self.name(id)[1]) for id in range(tokenizer.vocab_size))
+        self._reading: set[asyncio.Timeout] = set()  # one per request whose body is on its way
+        self._ending = False
         self._outbox: list[tuple[asyncio.Queue, Piece]] = []
         self.batcher = Batcher(engine, tokenizer, rows, queue, self._flush)
         self.page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
@@ -98,18 +103,25 @@ class Service:
         self.loop = asyncio.get_running_loop()
         path = scope["path"] if any(scope["path"] == getattr(r, "path", "") for r in self._inner.routes) else "other"
 
+        status, whole = GONE, False
+
         async def counted(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                self.metrics.requests[path, message["status"]] += 1
+            nonlocal status, whole
+            status, whole = message.get("status", status), "body" in message and not message.get("more_body")
+            if whole:
+                self.metrics.requests[path, status] += 1
             await send(message)
 
         try:
             self._check(Request(scope))
+            await self._inner(scope, receive, counted)
         except Refused as error:
             await self._error(error)(scope, receive, counted)
-            return
-        with suppress(ClientDisconnect):
-            await self._inner(scope, receive, counted)
+        except ClientDisconnect:
+            pass  # of a stream
+        finally:
+            if not whole:
+                self.metrics.requests[path, GONE] += 1
 
     def _check(self, request: Request) -> None:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
@@ -120,7 +132,8 @@ class Service:
             raise Refused("pages of other sites may not use this server", code="wrong_origin", status=403)
         if self.key is None or request.url.path in OPEN:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = request.headers.get("authorization", "")
+        given = given[7:].strip() if given[:7].lower() == "bearer " else given
         if not hmac.compare_digest(given.encode(), self.key.encode()):
             raise Refused("the API key is missing or wrong", code="invalid_api_key", status=401)
 
@@ -136,6 +149,12 @@ class Service:
     # requests for texts
 
     async def write(self, request: Request, chat: bool) -> Response:
+        try:
+            return await self._write(request, chat)
+        except ClientDisconnect:
+            return Response(status_code=GONE)  # nobody reads it
+
+    async def _write(self, request: Request, chat: bool) -> Response:
         begun = time.perf_counter()
         raw = await self._body(request)
         asked = await asyncio.to_thread(self._read, raw, chat) if len(raw) > LARGE else self._read(raw, chat)
@@ -162,27 +181,41 @@ class Service:
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > BODY:
             raise too_large
-        raw = bytearray()
-        async for part in request.stream():
-            raw += part
-            if len(raw) > BODY:
-                raise too_large
+        raw, limit = bytearray(), asyncio.timeout(0 if self._ending else None)
+        self._reading.add(limit)
+        try:
+            async with limit:
+                async for part in request.stream():
+                    raw += part
+                    if len(raw) > BODY:
+                        raise too_large
+        except TimeoutError:
+            raise Refused("the server ends, and the request has not come whole", code="stopped", status=503) from None
+        finally:
+            self._reading.discard(limit)
         return bytes(raw)
+
+    def end(self) -> None:
+        """Refuse requests that have not come whole; the others are answered."""
+        self._ending = True
+        for limit in self._reading:
+            limit.reschedule(0)
 
     def _read(self, raw: bytes, chat: bool) -> Asked:
         try:
             asked = read_request(
-                parse_json(raw.decode(), "the body"),
+                parse_json(raw.decode(), "the body", "send one JSON object"),
                 chat=chat,
                 models=list(self.models),
-                encode=lambda text: to_ids(self.tokenizer, text),
+                encode=self._ids,
                 decode=self.tokenizer.decode,
                 template=self._chat_ids,
                 context=self.engine.context,
                 most=self.most,
+                texts=self.batcher.queue + self.batcher.slots.rows,
                 draw_seed=lambda: secrets.randbits(62),
             )
-            self.engine.check(asked.prompts, names=["the prompt"] * len(asked.prompts))
+            self.engine.check(asked.prompts, names=["the prompt"] * len(asked.prompts), new=min(1, asked.most))
         except UnicodeDecodeError:
             raise Refused("the body is not UTF-8 text: send JSON") from None
         except UserError as error:
@@ -192,7 +225,19 @@ class Service:
     def _chat_ids(self, messages: Any) -> list[int]:
         if self.template is None:
             raise Refused("this model has no chat template: use /v1/completions", code="no_chat_template")
-        return to_ids(self.tokenizer, self.template(messages))
+        return self._ids(self.template(messages), "messages")
+
+    def _ids(self, text: str, field: str = "prompt") -> list[int]:
+        if len(text) > self.characters:
+            raise Refused(
+                f"the prompt has {len(text):,} characters, more than a context of {self.engine.context:,} tokens can "
+                "hold: shorten it",
+                field,
+                "context_length_exceeded",
+            )
+        if len(text) > LARGE:  # many at once are encoded without Python's lock, so that others are answered meanwhile
+            return self.tokenizer.encode_batch([text])[0].tolist()
+        return to_ids(self.tokenizer, text)
 
     def _answers(self, asked: Asked, events: asyncio.Queue) -> list[Answer]:
         out = []
@@ -221,6 +266,8 @@ class Service:
             piece = await events.get()
             if piece is None:
                 raise ClientDisconnect
+            if piece.reason == "failed" and self.batcher.failure is None:
+                raise Refused("the server was stopped before the text was written", code="stopped", status=503)
             if piece.reason == "failed":
                 raise Refused("the engine failed; the server's log says why", code="engine_failed", status=500)
             if first:
@@ -235,13 +282,13 @@ class Service:
         async for piece in self._pieces(len(answers), events, begun):
             pieces[piece.index].append(piece)
         prompts, count = [answer.text.prompt for answer in answers], sum(len(answer.tokens) for answer in answers)
-        body = Writer(asked, self.name).whole([joined(each) for each in pieces], prompts, count)
+        body = Writer(asked, self.name, self.tokenizer.decode).whole([joined(each) for each in pieces], prompts, count)
         return JSONResponse(body)
 
     async def _stream(
         self, asked: Asked, answers: list[Answer], events: asyncio.Queue, begun: float
     ) -> AsyncIterator[str]:
-        writer, begun_answers = Writer(asked, self.name), set()
+        writer, begun_answers = Writer(asked, self.name, self.tokenizer.decode), set()
         try:
             async for piece in self._pieces(len(answers), events, begun):
                 prompt = None if piece.index in begun_answers else answers[piece.index].text.prompt
@@ -295,16 +342,16 @@ class Service:
             raise Refused(f"there is no model '{name[:100]}': give one of {known}", "model", "model_not_found", 404)
         return JSONResponse(self._model(name))
 
-    def _error(self, error: Refused) -> Response:
-        headers = {"Retry-After": "1"} if error.status == 429 else {}
-        return JSONResponse(error.body(), error.status, headers)
+    def _error(self, error: Refused, headers: Mapping[str, str] | None = None) -> Response:
+        return JSONResponse(error.body(), error.status, {"Retry-After": "1"} if error.status == 429 else headers)
 
     async def _refused(self, request: Request, error: Refused) -> Response:
         return self._error(error)
 
     async def _http_error(self, request: Request, error: HTTPException) -> Response:
-        what = {404: "there is nothing at this address", 405: "this address takes another method"}
-        return self._error(Refused(what.get(error.status_code, error.detail), status=error.status_code))
+        allowed = (error.headers or {}).get("Allow", "")
+        what = {404: "there is nothing at this address", 405: f"this address takes {allowed}, not {request.method}"}
+        return self._error(Refused(what.get(error.status_code, error.detail), status=error.status_code), error.headers)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         return self._error(Refused("the server made a mistake; its log says which", status=500))

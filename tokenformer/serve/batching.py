@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.slots import Made, Slots, Text, Token
-from tokenformer.infer.text import AnyTokenizer, Piecewise
+from tokenformer.infer.text import AnyTokenizer, Piecewise, token_start
 
 
 class Placed(NamedTuple):
@@ -57,10 +57,10 @@ class Answer:
         if self.limit == 0:  # the prompt alone was wanted
             self.finish("length")
             return
-        written, ended = self.written, token.id == self.end
-        self.tokens.append(Placed(token, self._ends[-1] if self._ends else 0))
-        last = ended or len(self.tokens) == self.limit
+        written, ended, before = self.written, token.id == self.end, self.written.text
+        last = ended or len(self.tokens) + 1 == self.limit
         text = written.add([] if ended else [token.id], last=last)
+        self.tokens.append(Placed(token, len(before) if ended else token_start(before, written.text)))
         if ended or written.stopped:
             self.reason = "stop"
         elif last:
@@ -147,11 +147,15 @@ class Batcher:
             self._cancelled += [answer for answer in answers if answer.reason is None]
             self._change.notify()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop after the current step; what runs or waits has failed."""
         with self._change:
             self._stopping = True
             self._change.notify()
+
+    def close(self) -> None:
+        """Stop, and wait for it."""
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
@@ -172,6 +176,8 @@ class Batcher:
             with self._change:
                 self._stopping = True
                 left = [*self._running.values(), *(answer for request in self._waiting for answer in request)]
+                self._running.clear()
+                self._waiting.clear()
             for answer in left:
                 if answer.reason is None:
                     answer.finish("failed")

@@ -6,16 +6,18 @@ fields that the protocol does not know are ignored. `top_k`, `ignore_eos` and `r
 
 import time
 import uuid
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenformer.infer.sampling import Sampling
 from tokenformer.infer.slots import ALTERNATIVES, Token
+from tokenformer.infer.text import Piecewise, token_start
 from tokenformer.parsing import shown
 from tokenformer.serve.batching import Piece, Placed
 
-CHOICES = 128  # texts of one request, at most
+CHOICES = 128  # texts of one request, at most; fewer where the server's queue is shorter
 STOPS = 16
 # what a field may be that we have not: with these values it asks for nothing
 MISSING: dict[str, tuple] = {
@@ -123,10 +125,8 @@ class Reader:
                 f"temperature is {temperature}: give 0 for the most likely token, or at least 0.01", "temperature"
             )
         top_p = self.number("top_p", 1.0, 0, 1, float)
-        if top_p == 0:
-            raise Refused("top_p is 0, which leaves no token: give a number above 0, or temperature 0", "top_p")
         top_k = max(0, self.number("top_k", 0, -1, 1 << 31))
-        if temperature == 0:
+        if temperature == 0 or top_p == 0:  # both leave the most likely token alone
             return Sampling()
         return Sampling(temperature=temperature, top_k=top_k, top_p=top_p if top_p < 1 else 0.0)
 
@@ -171,9 +171,12 @@ def read_request(
     template: Callable[[Any], list[int]],
     context: int,
     most: int,
+    texts: int,
     draw_seed: Callable[[], int],
 ) -> Asked:
-    """Check a request. `encode` and `template` turn a text or messages into ids, `most` is the limit of new tokens."""
+    """Check a request. `encode` and `template` turn a text or messages into ids, `most` is the limit of new tokens and
+    `texts` that of texts.
+    """
     read = Reader(body)
     model = body.get("model", models[0])
     if not isinstance(model, str):
@@ -184,23 +187,27 @@ def read_request(
         )
     read.missing(chat)
     logprobs = _logprobs(read, chat)
-    n, echo = read.number("n", 1, 1, CHOICES), read.flag("echo") and not chat
+    texts = min(texts, CHOICES)
+    n, echo = read.number("n", 1, 1, texts), read.flag("echo") and not chat
     given = read.prompts() if not chat else [template(body.get("messages"))]
-    if len(given) * n > CHOICES:
+    if len(given) * n > texts:
         raise Refused(
-            f"{len(given)} prompts with n = {n} are too many: ask for at most {CHOICES} texts at once", "prompt"
+            f"{len(given)} prompts with n = {n} are too many: ask for at most {texts} texts at once", "prompt"
         )
     name = "max_completion_tokens" if chat and body.get("max_completion_tokens") is not None else "max_tokens"
-    prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
-    longest = max(map(len, prompts))
-    if longest >= context:
-        raise Refused(
-            f"the prompt has {longest:,} tokens, and the model's context is {context:,}, with the new ones: shorten it",
-            "messages" if chat else "prompt",
-            "context_length_exceeded",
-        )
-    room = min(most, context - longest)
     asked = read.number(name, None, 0 if echo else 1, 1 << 31)
+    prompts, longest = [], 0
+    for prompt in given:
+        prompts.append(encode(prompt) if isinstance(prompt, str) else prompt)
+        longest = max(longest, len(prompts[-1]))
+        if longest + (asked != 0) > context:
+            raise Refused(
+                f"the prompt has {longest:,} tokens, and the model's context is {context:,}, with the new ones: "
+                "shorten it",
+                "messages" if chat else "prompt",
+                "context_length_exceeded",
+            )
+    room = min(most, context - longest)
     if asked is not None and asked > most:
         raise Refused(f"{name} is {asked:,}, and this server writes at most {most:,} tokens: give fewer", name)
     if asked is not None and asked > room:
@@ -257,8 +264,10 @@ def joined(pieces: Sequence[Piece]) -> Written:
 class Writer:
     """Makes the objects that a request is answered with; `name` gives the text of a token by its id, and its bytes."""
 
-    def __init__(self, asked: Asked, name: Callable[[int], tuple[str, bytes]]) -> None:
-        self.asked, self.name = asked, name
+    def __init__(
+        self, asked: Asked, name: Callable[[int], tuple[str, bytes]], decode: Callable[[list[int]], str]
+    ) -> None:
+        self.asked, self.name, self.decode = asked, name, decode
         kind = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
 
@@ -313,11 +322,25 @@ class Writer:
 
     def _prompt(self, index: int, scored: Sequence[Token]) -> list[Placed]:
         """Return the tokens of a prompt; the first has no probability."""
-        ids, at, out = self.asked.prompts[index // self.asked.n], 0, []
-        for token in [Token(ids[0]), *scored]:
-            out.append(Placed(token, at))
-            at += len(self.name(token.id)[0])
-        return out
+        tokens = [Token(self.asked.prompts[index // self.asked.n][0]), *scored]
+        return list(map(Placed, tokens, self._starts([token.id for token in tokens])))
+
+    def _starts(self, ids: list[int]) -> list[int]:
+        """Return where the text of each token begins."""
+        starts, at, characters = [], 0, getincrementaldecoder("utf-8")("replace")
+        for id in ids:
+            starts.append(at)
+            at += len(characters.decode(self.name(id)[1]))
+        whole = self.decode(ids)
+        if at == len(whole) and "�" not in whole:
+            return starts
+        # slower: for bytes that are no characters, and for a decoder that treats the first token otherwise
+        text, starts = Piecewise(self.decode, []), []
+        for id in ids:
+            before = text.text
+            text.add([id])
+            starts.append(token_start(before, text.text))
+        return starts
 
     def _top(self, token: Token) -> dict[int, float]:
         """Return the alternatives that were asked for, and the token itself."""

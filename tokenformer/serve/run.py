@@ -2,7 +2,6 @@
 
 import argparse
 import ipaddress
-import signal
 import socket
 import sys
 from functools import partial
@@ -71,6 +70,9 @@ def open_service(args: argparse.Namespace, address: Address) -> Any:
     opened.prepare = partial(attach_all, words=args.adapter)
     tokenizer, template = opened.tokenizer, read_template(opened.folder)
     model = opened.model.eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":  # a view of a mapped file: who writes into that would change answers
+            tensor.data = tensor.data.clone()
     moved = [name for name, tensors in getattr(model, "adapters", {}).items() if tensors]
     if moved:
         raise UserError(
@@ -96,19 +98,17 @@ def open_service(args: argparse.Namespace, address: Address) -> Any:
         most=args.max_tokens,
         template=template,
         key=address.key,
-        hosts=LOOPBACK if address.loopback and address.key is None else None,
+        hosts=(*LOOPBACK, address.host) if address.loopback and address.key is None else None,
     )
 
 
 def serve(service: Any, address: Address) -> int:
     """Answer until SIGTERM or Ctrl-C; what has begun is finished. Return the exit code."""
-    import uvicorn
+    from tokenformer.serve.ending import Server
 
     listening = address.listen()
     host, port = listening.getsockname()[:2]
-    how: dict[str, Any] = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
-    config = uvicorn.Config(service.app, log_level="warning", access_log=False, **how)
-    server = uvicorn.Server(config)
+    server = Server(service)
 
     def stop() -> None:
         server.should_exit = True
@@ -116,19 +116,16 @@ def serve(service: Any, address: Address) -> int:
     service.on_failure = stop
     cache = service.batcher.slots.cache
     size = 2 * cache.k.numel() * cache.k.element_size()
-    shown = f"[{host}]" if ":" in host else host
+    everywhere = ipaddress.ip_address(host).is_unspecified
+    host = host if not everywhere else "::1" if ":" in host else "127.0.0.1"
+    here = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(
-        f"{', '.join(service.models)}: http://{shown}:{port}/ is a page, http://{shown}:{port}/v1 the API; "
+        f"{', '.join(service.models)}: {f'port {port} of every address of this machine; ' if everywhere else ''}"
+        f"{here}/ is a page, {here}/v1 the API; "
         f"{cache.batch} texts at a time, {size / 1e9:.2f} GB of cache on {cache.k.device}; Ctrl-C ends",
         flush=True,
     )
-    # uvicorn raises the signal that ended it once more when all is done
-    before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        server.run(sockets=[listening])
-    finally:
-        for sig, handler in before.items():
-            signal.signal(sig, handler)
+    server.run(sockets=[listening])
     failed = service.batcher.failure is not None
     service.batcher.close()
     if failed:

@@ -446,11 +446,12 @@ class TokenFormerForCausalLM(TokenFormerLanguageModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=past, hidden_states=seen, attentions=looked
         )
 
-    def get_output_embeddings(self) -> nn.Module | None:
-        return self.model.head
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the module that holds the head's weight: of a tied head, the embedding."""
+        return self.model.embedding if self.model.head is None else self.model.head
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
-        self.model.head = new_embeddings
+        self.model.head = None if new_embeddings is self.model.embedding else new_embeddings
 
     def generate(self, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         ids, how = kwargs.get("input_ids", inputs), generation_config or self.generation_config
