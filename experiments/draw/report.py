@@ -1,26 +1,18 @@
 """Tables of experiments/draw/arms.jsonl, and a sheet of drawings.
 
-python experiments/draw/report.py [--out experiments/draw] [--sheet drawings.png]
+python experiments/draw/report.py [--out experiments/draw] [--figure drawings.png]
 """
 
-import argparse
-import json
-import statistics
+import sys
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+from study import percent, report
 
 WAYS = {"likelihood": "Σ log p(name)", "per_token": "per token", "ratio": "Σ log p(name) − Σ log p(name without image)"}
 WAYS["marginal"] = "Σ log p(name) − log of the mean of p(name) over 512 training icons"
 WAYS["shared"] = "the same over the words that two training groups share"
-
-
-def summary(values: list[float]) -> str:
-    """Return mean ± standard deviation in percent.
-
-    >>> summary([0.1, 0.2]), summary([0.25])
-    ('15.0 ± 7.1', '25.0')
-    """
-    mean = f"{100 * statistics.mean(values):.1f}"
-    return f"{mean} ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else mean
 
 
 def tables(entries: list[dict]) -> str:
@@ -37,7 +29,7 @@ def tables(entries: list[dict]) -> str:
             for rate in sorted({e["rate"] for e in arms}):
                 some = [e[way] for e in arms if e["rate"] == rate]
                 first, other = ([one[key] for one in some] for key in ("first", "shuffled"))
-                lines.append(f"| {said} | {rate:g} | {len(some)} | {summary(first)} | {summary(other)} |")
+                lines.append(f"| {said} | {rate:g} | {len(some)} | {percent(first)} | {percent(other)} |")
         lines.append("")
     head = (
         "| drawings | rate | bits per code | order-2 counts | less | no text | shuffled text | gain of the right text |"
@@ -62,28 +54,18 @@ def tables(entries: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def sheet(entry: dict, path: Path) -> None:
-    """Write the drawings of an arm, as they came."""
+def sheet(entries: list[dict], path: Path) -> None:
+    """Write the drawings of the first arm that has some, as they came."""
     import numpy as np
 
     from tokenformer.data.images.decode import png
     from tokenformer.infer.draw import grid
 
+    entry = next(entry for entry in entries if "pictures" in entry)
     codes, palette = np.array(entry["pictures"]), np.array(entry["palette"], np.uint8)
     side = round(codes.shape[1] ** 0.5)
     path.write_bytes(png(grid(palette[codes].reshape(-1, side, side, 3), 8, 6)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--sheet", type=Path)
-    args = parser.parse_args()
-    entries = {entry["name"]: entry for entry in map(json.loads, (args.out / "arms.jsonl").read_text().splitlines())}
-    print(tables(list(entries.values())))
-    if args.sheet:
-        sheet(next(entry for entry in entries.values() if "pictures" in entry), args.sheet)
-
-
 if __name__ == "__main__":
-    main()
+    report(__file__, __doc__, tables, sheet)

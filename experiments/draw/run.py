@@ -6,21 +6,22 @@ python experiments/draw/run.py --data DATA --out experiments/draw [--phase capti
 `arms.jsonl` gets a line for each arm; a finished arm is not run again.
 """
 
-import argparse
-import json
+import functools
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "pairs"))
+sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import icons
 from learning import Arm, Size, train
+from study import Arms, arguments, best_of_grid
 
 from tokenformer.config import ModelConfig
 
@@ -47,37 +48,27 @@ def models(dim: int, layers: tuple[int, int], vocab: int, colours: int) -> dict[
 
 
 class Study:
-    """Runs arms and keeps their lines."""
+    """The arms of the study."""
 
     extensions = 3  # of a grid of rates
 
     def __init__(self, size: Size, data: icons.Icons, out: Path, seconds: float = 1e9) -> None:
-        self.size, self.data, self.file = size, data, out / "arms.jsonl"
-        self.device, self.end, self.ran = "cuda" if torch.cuda.is_available() else "cpu", time.time() + seconds, 0
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
-        self.done = {entry["name"]: entry for entry in map(json.loads, lines)}
+        self.size, self.data, self.device = size, data, "cuda" if torch.cuda.is_available() else "cpu"
+        self.arms = Arms(out, lambda entry: f"{entry['what']} {score(entry):.4f}", seconds)
 
     def result(self, arm: Arm) -> dict:
-        if arm.name not in self.done:
-            if time.time() > self.end:
-                raise SystemExit(f"no time is left for {arm.name}: start again to go on")
-            print(arm.name, flush=True)
-            entry = {"name": arm.name, **train(arm, self.size, self.data, self.device)}
-            with open(self.file, "a") as file:
-                file.write(json.dumps(entry) + "\n")
-            self.done[arm.name], self.ran = entry, self.ran + 1
-        return self.done[arm.name]
+        def work(arm: Arm) -> dict:
+            return train(arm, self.size, self.data, self.device)
+
+        return self.arms.once(arm.name, {}, work, arm, lambda: self.arms.pace(lambda entry: entry["cpu_seconds"], 0.0))
 
     def best_rate(self, what: str, rates: Sequence[float]) -> Arm:
         """Choose a rate on validation icons; the grid is extended until its best is inside."""
-        grid = sorted(rates)
-        for _ in range(self.extensions + 1):
-            found = [score(self.result(Arm(what, rate))) for rate in grid]
-            best = grid[found.index(max(found))]
-            if best not in (grid[0], grid[-1]):
-                break
-            grid = sorted([*grid, best * 2 if best == grid[-1] else best / 2])
-        return Arm(what, best)
+
+        def losses(grid: list[float]) -> list[float]:
+            return [-score(self.result(Arm(what, rate))) for rate in grid]
+
+        return Arm(what, best_of_grid(rates, losses, self.extensions))
 
     def phase(self, what: str, rate: float | None = None, seeds: Sequence[int] = SEEDS) -> None:
         """Choose the rate, unless it is given, and test it; drawings with one seed, in two sizes."""
@@ -86,6 +77,9 @@ class Study:
             self.result(replace(arm, seed=seed, on="test"))
         if what == "drawings":
             self.result(replace(arm, on="test", double=True))
+
+    def phases(self, what: str, *how: Any) -> None:
+        self.arms.phases({what: functools.partial(self.phase, what, *how)})
 
 
 def score(entry: dict) -> float:
@@ -101,24 +95,19 @@ def check() -> None:
             made = icons.made(60, **ICONS, **(tokens if "spelled" in tokens else {"vocab": 300}))
             toy = {"steps": {"captions": 3, "drawings": 2}, "batch": dict.fromkeys(RATES, 16), "side": 8}
             study = Study(Size(**models(32, (1, 1), made.vocab, 4), **toy), made, Path(folder))
-            study.phase(what)
-            ran.append(study.ran)
+            study.phases(what)
+            ran.append(len(study.arms.ran))
         assert ran == [6, 5, 0, 0], "a finished arm was run again"
         from report import tables
 
-        print(tables(list(study.done.values())))
+        print(tables(list(study.arms.done.values())))
     print(f"all is well: {sum(ran)} arms")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--phase", nargs="+", choices=list(RATES), default=list(RATES))
+    parser = arguments(__file__, __doc__, RATES)
     parser.add_argument("--rate", type=float, help="chosen before: only the test arms are run")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--seconds", type=float, default=1e9, help="after these no arm is begun")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if args.check:
         return check()
@@ -129,7 +118,7 @@ def main() -> None:
     for what in args.phase:
         data = icons.read(args.data, **ICONS, **TOKENS[what])
         size = Size(**models(64, (2, 2), data.vocab, COLOURS), steps=steps, batch=batch)
-        Study(size, data, args.out, args.seconds).phase(what, args.rate, args.seeds)
+        Study(size, data, args.out, args.seconds).phases(what, args.rate, args.seeds)
 
 
 if __name__ == "__main__":
