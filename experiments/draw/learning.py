@@ -66,15 +66,10 @@ def training_rows(icons: Icons, arm: Arm) -> np.ndarray:
     return icons.rows(*(("train", "validation") if arm.on == "test" else ("train",)))
 
 
-def steps_of(arm: Arm, size: Size) -> int:
-    """Return the steps of a run; drawings of twice the side, each of which costs five times as much, have a quarter."""
-    return size.steps[arm.what] // (4 if arm.double else 1)
-
-
 def fit(model: Any, arm: Arm, size: Size, rows: np.ndarray, loss: Callable[[Tensor, torch.Generator], Tensor]) -> None:
     """Train by Muon; each epoch shows every icon once, in another order. `loss`: the mean over the rows of a batch."""
     random, order = torch.Generator().manual_seed(arm.seed), torch.empty(0, dtype=torch.long)
-    steps, batch = steps_of(arm, size), size.batch[arm.what]
+    steps, batch = size.steps[arm.what], size.batch[arm.what]
     optimizer = Optimizer(Layout(model), OptimizerConfig(kind="muon", rate=arm.rate, weight_decay=size.decay))
     for step in range(steps):
         if len(order) < batch:
@@ -251,5 +246,5 @@ def train(arm: Arm, size: Size, icons: Icons, device: str) -> dict[str, Any]:
     begun = time.process_time()
     model, facts = {"captions": captions, "drawings": drawings}[arm.what](arm, size, icons, device)
     facts |= {"parameters": model.cost().parameters, "icons": len(training_rows(icons, arm))}
-    facts |= {"held_out": len(icons.rows(arm.on)), "steps": steps_of(arm, size)}
+    facts |= {"held_out": len(icons.rows(arm.on)), "steps": size.steps[arm.what]}
     return {**dataclasses.asdict(arm), **facts, "cpu_seconds": time.process_time() - begun}
