@@ -91,7 +91,7 @@ def caption_part(model: Any, held: Any) -> list[dict[str, str]]:
     settings, size = reading(model)
     with torch.no_grad():
         said = captions(model, as_input(model, pictures(held, settings, size), settings), tokenizer_of(model), 24)
-    return [{"name": held.captions(i)[0], "said": text.strip()} for i, text in enumerate(said)]
+    return [{"name": held.captions(i)[0], "said": text} for i, (text, _) in enumerate(said)]
 
 
 def draw_part(model: Any, train: Pairs, held: Pairs, guidance: float, temperature: float) -> list[dict[str, Any]]:

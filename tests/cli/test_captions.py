@@ -13,7 +13,7 @@ from tokenformer.config import ModelConfig
 from tokenformer.data.images.folders import find_images
 from tokenformer.data.images.samples import batches
 from tokenformer.data.text.tokenizer import ByteTokenizer
-from tokenformer.infer.captions import as_input
+from tokenformer.infer.captions import as_input, captions
 from tokenformer.infer.images import reading
 from tokenformer.models import build
 
@@ -86,6 +86,18 @@ def test_what_is_measured_counts_only_whole_images(folder, capsys, tmp_path):
     assert main(["eval", str(folder), "--pairs", str(tmp_path / "some.csv")]) == 2
     found = capsys.readouterr()
     assert "bad.png is damaged" in found.err and "2 images" in found.out
+    assert "100.00%" in found.out  # by chance the right one of 3 is among the five likeliest
+
+
+def test_a_text_that_was_cut_is_not_called_whole(folder):
+    """So that none is exact because it was cut where the caption ends."""
+    model = load(folder).eval()
+    settings, size = reading(model)
+    _, pixels, _, _ = next(iter(batches(find_images([str(FOOD / "egg.png")]), settings, size, 1)))
+    made = model.generate(x := as_input(model, pixels, settings), torch.tensor([[0]]), 40)[0, 1:].tolist()
+    length = made.index(0) if 0 in made else 40
+    assert [ended for _, ended in captions(model, x, ByteTokenizer(), length)] == [False]
+    assert captions(model, x, ByteTokenizer(), 40)[0][1] == (0 in made)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,8 @@ def test_the_engine_reads_and_writes_added_ids_as_the_reference_does(model):
         (["draw", "MODEL", "x" * 60], "the text has 60 tokens, and 47 fit before a picture"),
         (["draw", "MODEL", "a", "--count", "0"], "--count is 0"),
         (["draw", "BROKEN", "a"], "should hold a palette"),
+        (["draw", "MODEL", "a", "--guidance", "nan"], "guidance is nan: give a number, such as 2"),
+        (["draw", "MODEL", "a", "--scale", "5000"], "--scale 5000 makes a file of more than 100,000,000 pixels"),
     ],
 )
 def test_what_is_refused(folder, tmp_path, capsys, words, said):

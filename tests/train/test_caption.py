@@ -17,6 +17,7 @@ from tests.parallel.workers import default_dtype
 from tests.train.conftest import child_environment, result, same
 from tokenformer import LanguageModel, save
 from tokenformer import load as load_model
+from tokenformer.cli.main import main
 from tokenformer.config import load
 from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.errors import UserError
@@ -181,9 +182,30 @@ def test_damaged_pairs_are_named_or_left_out_and_counted(file, tmp_path):
     assert sum(row["damaged"] for row in rows) == 24  # half of 48
 
 
+def test_it_begins_with_a_run_of_a_language_model_and_leaves_it_as_it_is(file, tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("It was the best of times, it was the worst of times. " * 40)
+    assert main(["prepare", str(text), "--tokenizer", "byte", "--out", str(tmp_path), "--name", "a"]) == 0
+    plain = f"model: {{{TEXT}, ffn_tokens: 48, context: 32}}\ndata: {{path: {tmp_path / 'a'}}}\nsteps: 2\nbatch: 2\n"
+    train(_written(tmp_path / "lm.yml", f"{plain}train: {{precision: fp32, device: cpu}}\n"), tmp_path / "lm")
+    train(file, tmp_path / "run", FROZEN, f"start={tmp_path / 'lm'}", "steps=2")
+    ids = torch.arange(60).view(2, 30)
+    before, after = load_model(tmp_path / "lm"), load_model(tmp_path / "run").text
+    assert torch.equal(before(ids).logits, after(ids).logits)
+    with pytest.raises(UserError, match="language, and text has no switch: nothing would learn"):
+        train(
+            tmp_path / "lm.yml", tmp_path / "no", FROZEN, "model.ffn_tokens=[48, 8]", 'model.switch={ffn: ["", draw]}'
+        )
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ([GROWS.replace("switch: image", "switch: banana")], "growth.switch is 'banana' on text., but this task gives"),
+        (
+            [GROWS.replace("on: text.", "on: image.")],
+            "growth.switch is 'image' on image., but this task gives 'image' to",
+        ),
         (["data.images.mixup=0.8"], "data.images.mixup is 0.8, but that is for images with classes"),
         (["data.tokenizer=null"], "data.tokenizer is missing"),
         (["model.trunks.text.vocab=100"], "has 257 ids but model.trunks.text.vocab is 100: set it to 384"),

@@ -157,6 +157,11 @@ def test_damaged_pictures_are_named_or_left_out(file, tmp_path):
         (["model.added_switch=other"], "the switch 'other', but drawing gives 'draw'"),
         (["model.context=64"], "has 64 codes, but model.context is 64"),
         (["data.images.cutmix=1"], "data.images.cutmix is 1"),
+        (["task=caption"], "task is caption, but the model is of language: begin with caption/icons"),
+        (
+            [GROWS.replace("switch: draw", "switch: image")],
+            "growth.switch is 'image', but this task gives 'draw' alone",
+        ),
     ],
 )
 def test_what_is_refused_before_anything_is_written(file, tmp_path, settings, said):

@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from tokenformer.data.images.decode import png
+    from tokenformer.data.images.decode import MOST_PIXELS, png
     from tokenformer.files import atomic_file, check_writable
     from tokenformer.hub.open import open_model
     from tokenformer.infer.draw import Drawer, grid
@@ -55,6 +55,10 @@ def run(args: argparse.Namespace) -> None:
     opened = open_model(args.source, tokenizer=args.tokenizer, **how)
     opened.need("language")
     drawer = Drawer(opened.model.eval(), opened.tokenizer)
+    side = drawer.codes.side
+    scale = args.scale or max(1, 128 // side)
+    if len(args.texts) * args.count * (side * scale) ** 2 > MOST_PIXELS:
+        raise UserError(f"--scale {scale} makes a file of more than {MOST_PIXELS:,} pixels: give a smaller one")
     wanted = [(text, args.seed + i) for text in args.texts for i in range(args.count)]
     for text in args.texts:
         drawer.prompt(text)
@@ -64,8 +68,7 @@ def run(args: argparse.Namespace) -> None:
             texts, seeds = zip(*wanted[first : first + args.batch], strict=True)
             pictures.append(drawer.draw(texts, sampling, guidance=args.guidance, seeds=seeds))
             advance(len(texts))
-    drawn, side = np.concatenate(pictures), drawer.codes.side
-    scale = args.scale or max(1, 128 // side)
+    drawn = np.concatenate(pictures)
     with atomic_file(args.out) as beside:
         beside.write_bytes(png(grid(drawn, args.count, scale)))
     print(f"{args.out}: {len(drawn)} {'pictures' if len(drawn) > 1 else 'picture'} of {side} × {side} pixels")

@@ -192,7 +192,11 @@ def show_captions(results: dict[str, Any]) -> None:
         ["captions that are exact", f"{results['exact']:.2%}", ""],
         ["words in common with the caption (F1)", f"{results['word_f1']:.2%}", ""],
         [f"the right name is the likeliest of {among}", f"{results['first']:.2%}", f"{chance:.2%}"],
-        [f"the right name is among the five likeliest of {among}", f"{results['first_five']:.2%}", f"{5 * chance:.2%}"],
+        [
+            f"the right name is among the five likeliest of {among}",
+            f"{results['first_five']:.2%}",
+            f"{min(1, 5 * chance):.2%}",
+        ],
     ]
     table(["", "share", "by chance"], rows)
     damaged = f", {results['damaged']:,} damaged left out" if results["damaged"] else ""

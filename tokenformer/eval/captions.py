@@ -32,27 +32,28 @@ def captioning(
 ) -> tuple[dict[str, Any], dict[int, str]]:
     """Return shares over all images, and which images are damaged (they count in no figure).
 
-    `exact`: what is written is one of an image's captions, letter case and punctuation aside. `word_f1`: with the
-    caption that it shares most words with. `first`, `first_five`: the image's first caption is the likeliest, or among
-    five, beside those of 99 other images, which a fixed seed draws. Under torchrun each process takes its share.
+    `exact`: what is written, to its end, is one of an image's captions, letter case and punctuation aside. `word_f1`:
+    with the caption that it shares most words with. `first`, `first_five`: the image's first caption is the likeliest,
+    or among five, beside those of 99 other images, which a fixed seed draws. Under torchrun each process takes its
+    share.
     """
     pairs = pairs_of(images)
     names = [pairs.captions(int(label))[0] for label in images.labels]
     room = model.text.config.context - model.image.config.length
-    longest = max(len(tokenizer.encode(name)) for name in names) + 1
+    longest = max(len(tokenizer.encode(one)) for label in images.labels for one in pairs.captions(int(label))) + 1
 
     def look(indices: Sequence[int]) -> list[tuple[list[float], str, str]]:
         found: list[tuple[list[float], str, str]] = []
         for first, pixels, labels, damage in batches(Some(images, np.array(indices)), settings, size, batch):
             x = as_input(model, pixels, settings)
             said = captions(model, x, tokenizer, longest)
-            for row, (label, text) in enumerate(zip(labels.tolist(), said, strict=True)):
+            for row, (label, (text, ended)) in enumerate(zip(labels.tolist(), said, strict=True)):
                 if row in damage:
                     found.append(([], "", damage[row]))
                     continue
                 right, number = pairs.captions(label), indices[first + row]
                 place = rank_of(model, x[row : row + 1], names, number, tokenizer, room)
-                exact = any(words(text) == words(one) for one in right)
+                exact = ended and any(words(text) == words(one) for one in right)
                 f1 = max(word_f1(text, one) for one in right)
                 found.append(([float(exact), f1, float(place == 0), float(place < 5)], text, ""))
             advance(len(labels))

@@ -38,12 +38,12 @@ def as_input(model: Any, pixels: np.ndarray, settings: ImagesConfig) -> Tensor:
     return normalise(torch.from_numpy(pixels).to(model.projection.weight.device).permute(0, 3, 1, 2), settings)
 
 
-def captions(model: Any, x: Tensor, tokenizer: AnyTokenizer, tokens: int) -> list[str]:
-    """Return the likeliest text about each image, token by token, of at most so many tokens."""
+def captions(model: Any, x: Tensor, tokenizer: AnyTokenizer, tokens: int) -> list[tuple[str, bool]]:
+    """Return the likeliest text about each image, token by token, of at most so many tokens, and whether it ended."""
     end, room = tokenizer.end_of_document, model.text.config.context - model.image.config.length - 1
     first = torch.full((len(x), 1), end, device=x.device)
     rows = model.generate(x, first, min(tokens, room))[:, 1:].tolist()
-    return [tokenizer.decode(row[: row.index(end)] if end in row else row).strip() for row in rows]
+    return [(tokenizer.decode(row[: row.index(end)] if end in row else row).strip(), end in row) for row in rows]
 
 
 def words(text: str) -> list[str]:

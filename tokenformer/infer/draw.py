@@ -1,5 +1,6 @@
 """Pictures from texts, by a language model that was trained to draw (task draw): the engine writes their codes."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class Drawer:
         seeds: Sequence[int] | None = None,
     ) -> np.ndarray:
         """Return a picture (B, side, side, 3) of bytes for each text. `guidance` above 1 follows texts more closely."""
+        if not math.isfinite(guidance):
+            raise UserError(f"guidance is {guidance}: give a number, such as 2")
         prompts, count = [self.prompt(text) for text in texts], self.codes.side**2
         how: dict[str, Any] = {"choices": range(self.first + 1, self.first + 1 + len(self.codes.palette))}
         if guidance != 1:

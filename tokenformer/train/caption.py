@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenformer.config import ModelConfig
 from tokenformer.config_data import IGNORED
 from tokenformer.data.loader import Batch
-from tokenformer.models.caption import shifted
+from tokenformer.errors import UserError
+from tokenformer.models.caption import SWITCH, shifted
 from tokenformer.ops.augment import augment_pixels
 from tokenformer.train.images import TextsTask
+from tokenformer.train.task import check_switches
 
 SHOWN = 4  # held-out images whose captions are a sample
 ROUND = 8  # texts are cut to a multiple of this: fewer shapes to compile
@@ -23,6 +26,12 @@ class CaptionTask(TextsTask):
     """Images, each with a text or several; the loss is over the tokens of the text and its end."""
 
     unit = "captions"
+
+    def find_size(self, model: ModelConfig) -> int:
+        if self.config.model.of != "caption":
+            raise UserError(f"task is caption, but the model is of {self.config.model.of}: begin with caption/icons")
+        check_switches(self.config, SWITCH, "text.")
+        return super().find_size(model)
 
     def find_context(self) -> int:
         return self.config.model.trunks["text"].context - self.length

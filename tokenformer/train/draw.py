@@ -24,6 +24,7 @@ from tokenformer.ops.augment import augment_pixels
 from tokenformer.ops.palette import Codes, colours, find_palette, quantise
 from tokenformer.parallel.mesh import Place
 from tokenformer.train.images import TextsTask
+from tokenformer.train.task import check_switches
 
 SIDE = 16  # of pictures, where data.images.size is absent
 MOST = 4096  # pictures whose colours the palette is for
@@ -52,6 +53,7 @@ class DrawTask(TextsTask):
             )
         if model.added_switch not in ("", SWITCH):
             raise UserError(f"the added ids have the switch '{model.added_switch}', but drawing gives '{SWITCH}'")
+        check_switches(self.config, SWITCH)
         return self.settings.size or SIDE
 
     def find_context(self) -> int:

@@ -1,7 +1,6 @@
 """Next-token prediction on prepared text: the task of language models."""
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from tokenformer.data.text.samples import training_text
 from tokenformer.data.text.tokenizer import with_end
 from tokenformer.errors import UserError
 from tokenformer.parallel.mesh import Place
-from tokenformer.train.task import Task
+from tokenformer.train.task import Task, check_switches
 
 
 class LanguageTask(Task):
@@ -28,14 +27,9 @@ class LanguageTask(Task):
             raise UserError("data.images is given, but this is no image model: remove it, or set model.of=image")
         if config.train.drop_path:
             raise UserError(f"train.drop_path is {config.train.drop_path}, but this is no image model: remove it")
-        for stage in config.growth if isinstance(config.growth, list) else []:
-            if stage.switch:
-                what = f"growth.switch is '{stage.switch}', but text is learned without switches"
-                raise UserError(f"{what}, so what it adds would never learn: leave it out")
-        for name in sorted(config.model.switch_names() if config.adapter is None else ()):
-            warnings.warn(
-                f"text is learned without the switch '{name}': its segments and ids do not learn", stacklevel=2
-            )
+        if config.train.freeze != "none":
+            raise UserError("train.freeze is language, and text has no switch: nothing would learn: leave it out")
+        check_switches(config)
         self.tokenizer, self.loader, self.held_out = training_text(config, **self.cut)
 
     @property

@@ -52,7 +52,9 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
                 if newest.config != opened.config:
                     before = f"the whole one before it has another model: give that one, {opened.located.path.parent}"
                     raise UserError(f"the checkpoint {newest.located.path.parent} is damaged, and {before}")
-            if opened.located.kind == "checkpoint" and build is not build_model:  # the package cannot make this model
+            if (
+                opened.located.kind == "checkpoint" and build is not build_model and not prefix
+            ):  # the package cannot make this model
                 given, history = read_tensors(opened.located.path), read_history(opened.located.path)
             else:
                 given = {f"{prefix}{name}": tensor.detach() for name, tensor in opened.model.named_parameters()}

@@ -5,6 +5,7 @@ A task knows no layout, precision or compiler: it is given a model and calls it.
 of trainer.py; any other one is given to the trainer: `Trainer(…, task=MyTask)`.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tokenformer.config import Config
 from tokenformer.data.loader import Batch, Loader
+from tokenformer.errors import UserError
 from tokenformer.parallel.mesh import Place
 from tokenformer.parallel.parallelize import before_backward
 
@@ -98,6 +100,26 @@ class Task:
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
         """Return the fields of a micro-batch as tensors on the device."""
         return {name: on_device(array, self.device) for name, array in batch.fields.items()}
+
+
+def check_switches(config: Config, given: str = "", on: str = "") -> None:
+    """Refuse a growth by a switch that a task does not give, and name switches of the model that will not count.
+
+    `given`: the switch that the task gives to the trunk `on`; none where it is empty.
+    """
+    gives = (
+        f"this task gives '{given}'{f' to {on}' if on else ''} alone" if given else "text is learned without switches"
+    )
+    for stage in config.growth if isinstance(config.growth, list) else []:
+        if stage.switch and (stage.switch, stage.on or "") != (given, on):
+            where = f" on {stage.on}" if stage.on else ""
+            what = f"growth.switch is '{stage.switch}'{where}, but {gives}"
+            raise UserError(f"{what}, so what it adds would never learn: leave it out")
+    every = {f"{name}.": trunk for name, trunk in config.model.trunks.items()} or {"": config.model}
+    names = {name for at, trunk in every.items() for name in trunk.switch_names() - ({given} if at == on else set())}
+    for name in sorted(names if config.adapter is None else ()):
+        said = f"{gives}, not '{name}'" if given else f"text is learned without the switch '{name}'"
+        warnings.warn(f"{said}: its segments and ids do not learn", stacklevel=3)
 
 
 def pinned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
