@@ -16,10 +16,11 @@ from torch import Tensor
 
 from tokenformer.config import ModelConfig
 from tokenformer.infer.cache import StaticCache
-from tokenformer.infer.quantised import FP8, quantise
+from tokenformer.infer.quantised import quantise
 from tokenformer.infer.skipping import Skip
 from tokenformer.models import LanguageModel, Pattention
 from tokenformer.ops.attention import attention
+from tokenformer.ops.fp8 import E4M3
 from tokenformer.ops.rotary import angles
 
 PAD = 64
@@ -94,7 +95,7 @@ class FusedTokens:
         padded = [-(-n // PAD) * PAD for n in sizes]
         device, self.n = one[0].key_tokens.device, sum(padded)
         d_in, d_out = one[0].key_tokens.shape[1], one[0].value_tokens.shape[1]
-        self.dtype, self.centred, held = dtype, centred, FP8 if fp8 else dtype
+        self.dtype, self.centred, held = dtype, centred, E4M3 if fp8 else dtype
         self.key_LND = torch.zeros(len(layers), self.members * self.n, d_in, dtype=held, device=device)
         shape = (self.n, d_out) if skips else (d_out, self.n)
         value = torch.zeros(len(layers), self.members, *shape, dtype=held, device=device)

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.models import LanguageModel
-
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its numbers
+from tokenformer.ops.fp8 import E4M3, LARGEST
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +25,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight = weight.detach().float()
     part, exponent = torch.frexp(weight.abs().amax(-1) / LARGEST)  # part · 2^exponent, with a part of 0.5 to 1
     scale = torch.ldexp(torch.ones_like(part), exponent - (part == 0.5).int())
-    return (weight / scale[..., None]).to(FP8), scale
+    return (weight / scale[..., None]).to(E4M3), scale
 
 
 def rounded(model: LanguageModel) -> LanguageModel:

@@ -19,8 +19,11 @@ from tokenformer.ops.kernels.pattention import (
     in_one_block,
     launch_backward,
     launch_forward,
+    output_gradients,
     pack,
     per_segment,
+    rotate_first_two,
+    value_gradients,
 )
 from tokenformer.ops.pattention import THETAS
 
@@ -103,9 +106,7 @@ class Fused(torch.autograd.Function):
             multiply(weights[:, place], turned, (down, undo), x.dtype)
             for place, (_, turned, undo) in zip(columns(sizes, members), values8, strict=True)
         ]
-        for i in range(2) if head_dim else ():
-            outputs[i] = outputs[i].clone()  # torch.compile removes the copy; eager, a checkpoint may keep the product
-            torch.ops.tokenformer.rotate_(outputs[i], cos, sin, head_dim, False)
+        rotate_first_two(outputs, cos, sin, head_dim, False)
         base = x if onto == "input" else residual
         outputs = outputs if base is None else [base + out for out in outputs]
         return *outputs, *([x.view_as(x)] if onto == "fork" else [])
@@ -115,15 +116,9 @@ class Fused(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError("products in fp8 have no second derivative: set train.precision=bf16")
         x, cos, sin, row, scores, totals, *rest = ctx.saved_tensors
-        sizes, members, _, kind = ctx.layout
+        sizes, _, _, kind = ctx.layout
         one, (_, keys8, undo), *values8 = _split(rest)
-        own = [
-            x.new_zeros(len(x), v.shape[1]) if g is None else g.contiguous()
-            for g, (v, _, _) in zip(grads, values8, strict=False)
-        ]
-        for i in range(2) if ctx.head_dim else ():
-            own[i] = own[i].clone()  # torch.compile removes the copy
-            torch.ops.tokenformer.rotate_(own[i], cos, sin, ctx.head_dim, True)
+        own = output_gradients(ctx, grads, [v.shape[1] for v, _, _ in values8], (x, cos, sin))
         rows = [scale_of(g, rows=True) for g in own]
         thetas = [  # gradients of Θ, times the scale of the row
             multiply(round_to(g, by), v, (one, back), x.dtype)
@@ -141,11 +136,7 @@ class Fused(torch.autograd.Function):
             dx, back = multiply(slopes8, keys8, (one, undo), x.dtype), (1 / by).to(x.dtype)
             dx = dx * back if base is None else torch.addcmul(base, dx, back)
         dkeys = slopes.T @ x if wanted[7] else None
-        dvalues = [
-            weights[:, place].T @ g if learns else None
-            for place, g, learns in zip(columns(sizes, members), own, wanted[8:], strict=False)
-        ]
-        dresidual = own[0] if ctx.onto == "residual" else None
+        dvalues, dresidual = value_gradients(ctx, weights, own), own[0] if ctx.onto == "residual" else None
         return dx, dresidual, None, None, None, None, None, dkeys, *dvalues, *[None] * len(rest)
 
 

@@ -378,6 +378,29 @@ def add_product_(base: Tensor, a: Tensor, b: Tensor) -> None:
     base.addmm_(a, b)
 
 
+def rotate_first_two(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, head_dim: int, back: bool) -> None:
+    """Rotate q and k, or their gradients back, in copies; nothing where `head_dim` is 0."""
+    for i in range(2) if head_dim else ():
+        parts[i] = parts[i].clone()  # torch.compile removes the copy; eager, a checkpoint may keep the product
+        torch.ops.tokenformer.rotate_(parts[i], cos, sin, head_dim, back)
+
+
+def output_gradients(ctx: Any, grads: Sequence[Tensor | None], widths: Sequence[int], saved: Sequence[Any]) -> list:
+    """Return the gradient of each member's output as it was before the rotation; `saved`: x, cos, sin."""
+    x, cos, sin = saved
+    own = [x.new_zeros(len(x), w) if g is None else g.contiguous() for g, w in zip(grads, widths, strict=False)]
+    rotate_first_two(own, cos, sin, ctx.head_dim, True)
+    return own
+
+
+def value_gradients(ctx: Any, weights: Tensor, own: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of the values; no product is computed for what is frozen."""
+    return [
+        weights[:, place].T @ g if learns else None
+        for place, g, learns in zip(columns(*ctx.layout[:2]), own, ctx.needs_input_grad[8 : 8 + len(own)], strict=True)
+    ]
+
+
 class Fused(torch.autograd.Function):
     """x (T, D), keys (W, D), values (columns of a member, E) → one output per member.
 
@@ -399,20 +422,17 @@ class Fused(torch.autograd.Function):
         keys: Tensor,
         *values: Tensor,
     ):
-        sizes, members, _, _ = layout
         scores = x @ keys.T
         weights, totals = torch.ops.tokenformer.theta(scores, *layout)
         ctx.save_for_backward(x, cos, sin, keys, scores, totals, *values)
         ctx.layout, ctx.onto, ctx.head_dim = layout, onto, head_dim
         ctx.set_materialize_grads(False)
         base = x if onto == "input" else residual
-        parts = zip(columns(sizes, members), values, strict=True)
+        parts = zip(columns(*layout[:2]), values, strict=True)
         outputs = [
             weights[:, place] @ v if base is None else torch.addmm(base, weights[:, place], v) for place, v in parts
         ]
-        for i in range(2) if head_dim else ():
-            outputs[i] = outputs[i].clone()  # torch.compile removes the copy; eager, a checkpoint may keep the product
-            torch.ops.tokenformer.rotate_(outputs[i], cos, sin, head_dim, False)
+        rotate_first_two(outputs, cos, sin, head_dim, False)
         return *outputs, *([x.view_as(x)] if onto == "fork" else [])
 
     @staticmethod
@@ -420,14 +440,7 @@ class Fused(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise NotImplementedError("the kernels have no second derivative: set TOKENFORMER_PATTENTION=reference")
         x, cos, sin, keys, scores, totals, *values = ctx.saved_tensors
-        sizes, members, _, _ = ctx.layout
-        own = [
-            x.new_zeros(len(x), v.shape[1]) if g is None else g.contiguous()
-            for g, v in zip(grads, values, strict=False)
-        ]
-        for i in range(2) if ctx.head_dim else ():
-            own[i] = own[i].clone()  # torch.compile removes the copy
-            torch.ops.tokenformer.rotate_(own[i], cos, sin, ctx.head_dim, True)
+        own = output_gradients(ctx, grads, [v.shape[1] for v in values], (x, cos, sin))
         thetas = [g @ v.T for g, v in zip(own, values, strict=True)]  # gradients of Θ
         weights, slopes = torch.ops.tokenformer.theta_backward(thetas, scores, totals, *ctx.layout)
         base = grads[-1] if ctx.onto in ("input", "fork") else None
@@ -440,12 +453,8 @@ class Fused(torch.autograd.Function):
             dx = base.clone()
             torch.ops.tokenformer.add_product_(dx, slopes, keys)
         dkeys = slopes.T @ x if wanted[7] else None
-        dvalues = [
-            weights[:, place].T @ g if learns else None
-            for place, g, learns in zip(columns(sizes, members), own, wanted[8:], strict=True)
-        ]
         dresidual = own[0] if ctx.onto == "residual" else None
-        return dx, dresidual, None, None, None, None, None, dkeys, *dvalues
+        return dx, dresidual, None, None, None, None, None, dkeys, *value_gradients(ctx, weights, own)
 
 
 def fused(
