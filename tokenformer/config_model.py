@@ -340,6 +340,13 @@ class ModelConfig(Section, section="model"):
             there = ", ".join(sorted(known)) or "none"
             need(name in known, f"the model has no adapter or switch '{name[:80]}': there are {there}")
 
+    @property
+    def language_prefix(self) -> str | None:
+        """The prefix of the parameters of the language model in this one; None if it has none."""
+        if self.of == "language":
+            return ""
+        return next((f"{name}." for name, trunk in self.trunks.items() if trunk.of == "language"), None)
+
     def trunk(self, prefix: str) -> "ModelConfig":
         """Return the config of a trunk by the prefix of its parameters, such as "image."; "" is the model itself."""
         return self.trunks[prefix.removesuffix(".")] if prefix else self

@@ -1,6 +1,7 @@
 """Drawing the icons of examples/: learned, killed, resumed, grown, around a frozen language model; palettes."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.train.conftest import result, same
 from tests.train.test_caption import ICONS, child_of, language, train  # noqa: F401 (a fixture)
 from tokenformer import grow, save
 from tokenformer import load as load_model
+from tokenformer.cli.main import main
 from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.errors import UserError
 from tokenformer.hub.open import read_config
@@ -111,7 +113,7 @@ def test_killed_and_resumed_around_a_frozen_language_model_it_ends_in_the_same_b
     file.write_text(to_yaml(config))
     more = train(file, tmp_path / "more")
     assert torch.equal(more.task.codes.palette, model.codes.palette)
-    with pytest.raises(UserError, match=r"draws 8 × 8 pixels, but data.images.size is 4"):
+    with pytest.raises(UserError, match=r"draw 8 × 8 pixels, but data.images.size is 4"):
         train(file, tmp_path / "other", "data.images.size=4")
 
 
@@ -182,3 +184,85 @@ def test_a_palette_is_near_all_colours_and_the_same_whatever_the_order():
     assert errors[0] < 0.8 * errors[1]
     some = np.array([[[9, 8, 7], [200, 0, 0]]], np.uint8)  # fewer colours than asked for
     assert set(map(tuple, find_palette([some], 4).tolist())) == {(9, 8, 7), (200, 0, 0)}
+
+
+READS = """
+model:
+  of: caption
+  trunks:
+    image: {of: image, layers: 1, dim: 32, heads: 4, qkv_tokens: 24, proj_tokens: 24, ffn_tokens: 48, image_size: 32,
+            patch: 8, classes: 0, pool: mean}
+    text: {layers: 1, dim: 32, heads: 4, qkv_tokens: 24, proj_tokens: 24, vocab: 384, context: 96, rotary_fraction: 1.0,
+           %s}
+"""
+REST = CONFIG[CONFIG.index("data:") :].replace("images: {size: 8, crop: centre, crop_pct: 1.0}", "images: {size: %d}")
+BOTH = 'ffn_tokens: [48, 32, 16], switch: {ffn: ["", draw, image]}, added_vocab: 9, added_switch: draw'
+
+
+def test_a_model_that_reads_learns_to_draw_and_reads_and_writes_as_before(language, tmp_path):  # noqa: F811
+    """A language model, then one that reads around it, then one that draws around that: each stays what it was."""
+    recipe = READS % 'ffn_tokens: [48, 16], switch: {ffn: ["", image]}' + REST % 32
+    recipe = recipe.replace(", rotary_fraction: 1.0", "")
+    (tmp_path / "read.yml").write_text(recipe)
+    train(tmp_path / "read.yml", tmp_path / "read", f"start={language}", "train.freeze=language")
+    grown = ["grow", tmp_path / "read", "--on", "text.", "--vocab", 393, "--ffn-tokens", 96, "--switch", "draw"]
+    assert main([str(word) for word in [*grown, "--out", tmp_path / "grown"]]) == 0
+    (tmp_path / "draw.yml").write_text("task: draw\n" + REST % 8)
+    config = read_config(tmp_path / "draw.yml", tmp_path / "grown", overrides=["train.freeze=language"])
+    (tmp_path / "draws.yml").write_text(to_yaml(config))
+    train(tmp_path / "draws.yml", tmp_path / "both")
+    base, reads, both = load_model(language), load_model(tmp_path / "read"), load_model(tmp_path / "both")
+    assert both.config.trunks["text"].ffn_tokens == [48, 16, 32] and both.images == reads.images
+    assert torch.equal(both(IDS).logits, base(IDS).logits)
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(both(IDS, pixels).logits, reads(IDS, pixels).logits)
+    before = dict(load_model(tmp_path / "grown").named_parameters())
+    moved = {name for name, value in both.named_parameters() if not torch.equal(value, before[name])}
+    of = "text.blocks.0.ffn.segments.2."
+    assert moved == {"text.added_embedding.weight", f"{of}key_tokens", f"{of}value_tokens"}
+    words = ["draw", tmp_path / "both", "avocado", "--out", tmp_path / "drawn.png"]
+    assert main([str(word) for word in words]) == 0 and (tmp_path / "drawn.png").exists()
+    # going on reading, and saving, keep the colours
+    save(both, tmp_path / "saved")
+    (tmp_path / "more.yml").write_text(REST % 32)
+    config = read_config(tmp_path / "more.yml", tmp_path / "saved", overrides=["steps=1"])
+    (tmp_path / "mores.yml").write_text(to_yaml(config))
+    train(tmp_path / "mores.yml", tmp_path / "more")
+    assert torch.equal(load_model(tmp_path / "more").codes.palette, both.codes.palette)
+
+
+def test_a_model_that_draws_learns_to_read_and_draws_as_before(file, tmp_path):
+    shape = [f"model.{one}" for one in ("ffn_tokens=[48, 32]", 'switch={ffn: ["", draw]}')]
+    train(file, tmp_path / "draw", *shape)
+    (tmp_path / "read.yml").write_text(READS % BOTH + REST % 32)
+    words = (f"start={tmp_path / 'draw'}", "train.freeze=language")
+    train(tmp_path / "read.yml", tmp_path / "both", *words)
+    draws, both = load_model(tmp_path / "draw").eval(), load_model(tmp_path / "both").eval()
+    assert torch.equal(both.text(IDS).logits, draws(IDS).logits)
+    pictures = [Drawer(m, ByteTokenizer()).draw(["avocado"], Sampling(temperature=1.0)) for m in (draws, both)]
+    assert np.array_equal(*pictures)
+    # a run killed before goes on although what it began with is gone
+    shutil.rmtree(tmp_path / "draw")
+    again = train(tmp_path / "read.yml", tmp_path / "both", *words, "steps=7", resume=True)
+    assert again.step == 7 and load_model(tmp_path / "both").codes is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOTH.replace('"", draw, image', '"", image, draw').replace("32, 16", "16, 32"), "put those with"),
+        (BOTH.replace("added_vocab: 9", "added_vocab: 10"), "added_vocab is 10"),
+        ('ffn_tokens: [48, 16], switch: {ffn: ["", image]}', "ffn_tokens is 48 .*, and \\[48, 32\\] there"),
+    ],
+)
+def test_a_model_that_is_not_that_of_the_drawer_is_refused(file, tmp_path, text, said):
+    shape = [f"model.{one}" for one in ("ffn_tokens=[48, 32]", 'switch={ffn: ["", draw]}')]
+    train(file, tmp_path / "draw", *shape, "steps=1")
+    (tmp_path / "read.yml").write_text(READS % text + REST % 32)
+    with pytest.raises(UserError, match=said):
+        train(tmp_path / "read.yml", tmp_path / "both", f"start={tmp_path / 'draw'}")
+
+
+def test_a_language_model_of_random_values_is_not_frozen(file, tmp_path):
+    with pytest.raises(UserError, match="random values would be frozen: give start"):
+        train(file, tmp_path / "run", "train.freeze=language")

@@ -3,9 +3,10 @@
 example: tokenformer draw runs/draw "a red heart" --out heart.png
          tokenformer draw runs/draw "a red heart" "a green tree" --count 8 --guidance 3 --out grid.png
 
-MODEL is a run or a folder of a language model that was trained with `task: draw`; codes.safetensors beside its weights
-holds its colours. --guidance g draws by a + g · (with the text − a), where a is without a text: 1 follows the text as
-training did, more follows it more closely. Picture i of a text is drawn with seed + i.
+MODEL is a run or a folder of a language model that was trained with `task: draw`, by itself or in a model that reads
+images; codes.safetensors beside its weights holds its colours. --guidance g draws by a + g · (with the text − a), where
+a is without a text: 1 follows the text as training did, more follows it more closely. Picture i of a text is drawn with
+seed + i.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     check_writable(args.out, args.force, ".png")
     how = {"device": args.device, "dtype": args.dtype, "weights": args.weights}
     opened = open_model(args.source, tokenizer=args.tokenizer, **how)
-    opened.need("language")
+    opened.need("language", "caption")
     drawer = Drawer(opened.model.eval(), opened.tokenizer)
     side = drawer.codes.side
     scale = args.scale or max(1, 128 // side)

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int | None:
     how = {"device": device, "dtype": args.dtype, "weights": args.weights}
     opened = open_model(source, configs, tokenizer=args.tokenizer, **how)
     opened.prepare = partial(attach_all, words=args.adapter)
-    tokenizer, model = opened.tokenizer, opened.model.eval()
+    tokenizer, model = opened.tokenizer, opened.language
     if args.weights == "fp8":
         model = rounded(model)
     context, stride = window(model.config.context, args.context, args.stride)

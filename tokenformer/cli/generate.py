@@ -98,12 +98,10 @@ def run(args: argparse.Namespace) -> int | None:
         raise UserError(f"--batch is {args.batch}: give a number above 0")
     opened = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
     opened.prepare = partial(attach_all, words=args.adapter)
-    if args.image or opened.config.of == "caption":
+    if args.image:
         opened.need("caption")
-        tokenizer, language = opened.text_tokenizer, opened.model.eval().text
-    else:
-        tokenizer, language = opened.tokenizer, opened.model.eval()
-    engine = Engine(language, vocab=tokenizer.vocab_size, weights=args.weights, skip=args.skip)
+    tokenizer = opened.tokenizer
+    engine = Engine(opened.language, vocab=tokenizer.vocab_size, weights=args.weights, skip=args.skip)
     for sentence in engine.said:
         print(sentence, file=sys.stderr)
     stop_ids = [stop_token(tokenizer, word) for word in args.stop_token]

@@ -96,7 +96,7 @@ class HarnessModel(TemplateLM):
             raise UserError(f"--model_args of tokenformer {what}: give some of {names}")
         if isinstance(pretrained, str | Path):
             opened = open_model(pretrained, tokenizer=tokenizer, device=local_device(device), dtype=dtype)
-            pretrained, tokenizer = opened.model.eval(), opened.tokenizer
+            pretrained, tokenizer = opened.language, opened.tokenizer
         self.ours, self.words = pretrained, tokenizer
         self.engine = Engine(pretrained, vocab=tokenizer.vocab_size)
         self.max_length = min(int(max_length or pretrained.config.context), pretrained.config.context)

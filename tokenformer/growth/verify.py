@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from tokenformer.growth.plan import Plan
 from tokenformer.models import LanguageModel
+from tokenformer.models.caption import SWITCH as IMAGE
 from tokenformer.models.names import parse
 
 
@@ -53,9 +54,7 @@ def verify(old: LanguageModel, new: LanguageModel, ids: Tensor, plan: Plan) -> C
         loss_after=loss(new, ids),
         rule=plan.event["rule"],
         # a few rows show which tokens learn, at little memory
-        gradient=gradient(
-            new, _with_new_ids(ids[:1, :129], old, new) if new.config.of == "language" else ids[:1], plan
-        ),
+        gradient=gradient(new, _with_new_ids(ids[:1, :129], old, new) if _reads_text(new, ids) else ids[:1], plan),
         same=relative <= min(0.05, 1000 * coarsest),
     )
 
@@ -97,13 +96,13 @@ def _mean_loss(model: Any, parameters: dict[str, Tensor], ids: Tensor, switch: s
 
     What an image shows is not known here: it stands for the first class.
     """
-    if model.config.of == "caption" and not ids.is_floating_point():
+    if model.config.of == "caption" and _reads_text(model, ids) and switch in ("", IMAGE):
         image = model.config.trunks["image"]
         sides = [side * image.patch for side in image.grid]
         pixels = torch.zeros(len(ids), image.channels, *sides, device=ids.device) if switch else None
         output = functional_call(model, parameters, (ids[:, :-1], pixels), {"labels": ids[:, 1:]})
         return output.loss_sum / output.count
-    if model.config.of != "language":
+    if not _reads_text(model, ids):
         logits = _logits(model, parameters, ids)
         return F.cross_entropy(logits, logits.new_zeros(len(ids), dtype=torch.long))
     switches = {switch: torch.ones(len(ids), device=ids.device)} if switch else None
@@ -111,9 +110,16 @@ def _mean_loss(model: Any, parameters: dict[str, Tensor], ids: Tensor, switch: s
     return output.loss_sum / output.count
 
 
+def _reads_text(model: Any, ids: Tensor) -> bool:
+    """Whether these are ids of a language model, which may be that of a model that reads images."""
+    return model.config.language_prefix is not None and not ids.is_floating_point()
+
+
 def _with_new_ids(ids: Tensor, old: LanguageModel, new: LanguageModel) -> Tensor:
     """Replace every second id by one that the growth added, if it did."""
-    first, last = (c.vocab + c.added_vocab for c in (old.config, new.config))
+    first, last = (
+        c.vocab + c.added_vocab for c in (m.config.trunk(m.config.language_prefix or "") for m in (old, new))
+    )
     if first == last:
         return ids
     place = torch.arange(ids.shape[1], device=ids.device)

@@ -43,18 +43,25 @@ def read_images(folder: Path) -> dict[str, Any]:
 
 def read_codes(folder: Path, config: ModelConfig) -> Codes | None:
     """Return what a model draws with; None if nothing lies beside its weights."""
-    path = folder / CODES
+    path, added = folder / CODES, config.trunk(config.language_prefix or "").added_vocab
     if not path.exists():
         return None
     shape, kind = read_header(path).get("palette", ([], ""))
     with safe_open(path, framework="pt") as file:
         side = str((file.metadata() or {}).get("side"))
-        if len(shape) != 2 or shape[1] != 3 or kind != "U8" or not side.isdecimal() or shape[0] >= config.added_vocab:
+        if len(shape) != 2 or shape[1] != 3 or kind != "U8" or not side.isdecimal() or shape[0] >= added:
             raise UserError(
-                f"{path} should hold a palette (colours, 3) of bytes for the {config.added_vocab} ids that were added "
+                f"{path} should hold a palette (colours, 3) of bytes for the {added} ids that were added "
                 f"to this model, and a side, not {kind} {shape}: get it anew"
             )
         return Codes(file.get_tensor("palette"), int(side))
+
+
+def kept_files(folder: Path, config: ModelConfig) -> dict[str, bytes]:
+    """Return what a run keeps of the files beside the weights it begins with, where its task has none of that name."""
+    draws = config.trunk(config.language_prefix or "").added_vocab > 0
+    names = [*([CODES] if draws else []), *(["images.json"] if config.of == "caption" else [])]
+    return {name: (folder / name).read_bytes() for name in names if is_file(folder / name)}
 
 
 def codes_file(codes: Codes) -> bytes:
@@ -66,7 +73,7 @@ def codes_file(codes: Codes) -> bytes:
 def tell(model: Any, folder: Path) -> Any:
     """Give a model what stands beside its tensors, and return it."""
     model.history = read_history(folder)
-    if model.config.of == "language":
+    if model.config.language_prefix is not None:
         model.codes = read_codes(folder, model.config)
     if model.config.of in ("image", "pair", "caption"):
         model.images = read_images(folder)

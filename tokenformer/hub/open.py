@@ -192,16 +192,22 @@ class Opened:
         named = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return named, {name: tensor.dtype for name, tensor in named.items()}, self.model.history
 
-    def need(self, of: str) -> None:
-        """Refuse a model of another kind, and say what can be done with it."""
-        if self.config.of != of:
-            does = VERBS.get(self.config.of, f"give one of {of}")
-            raise UserError(f"{self.source} is a model of {self.config.of}, but one of {of} is needed here: {does}")
+    def need(self, *of: str) -> None:
+        """Refuse a model of another kind than these, and say what can be done with it."""
+        if self.config.of not in of:
+            does = VERBS.get(self.config.of, f"give one of {of[0]}")
+            raise UserError(f"{self.source} is a model of {self.config.of}, but one of {of[0]} is needed here: {does}")
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
-        self.need("language")
+        self.need("language", "caption")
         return self.text_tokenizer
+
+    @property
+    def language(self) -> Any:
+        """The language model, which may be that of a model that reads images; ready to be asked."""
+        self.need("language", "caption")
+        return getattr(self.model.eval(), "text", self.model)
 
     @cached_property
     def text_tokenizer(self) -> "Tokenizer":

@@ -1,4 +1,7 @@
-"""Pictures from texts, by a language model that was trained to draw (task draw): the engine writes their codes."""
+"""Pictures from texts, by a language model that was trained to draw (task draw): the engine writes their codes.
+
+It may be that of a model that reads images, too.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,10 +22,11 @@ class Drawer:
     """A model that draws, ready to be asked."""
 
     def __init__(self, model: Any, tokenizer: AnyTokenizer, **engine: Any) -> None:
-        if model.codes is None:
+        if getattr(model, "codes", None) is None:
             raise UserError("the model has no codes.safetensors beside it, so it cannot draw: train it with task draw")
-        self.codes, self.tokenizer, self.first = model.codes, tokenizer, model.config.vocab
-        self.engine = Engine(model, vocab=tokenizer.vocab_size, **engine)
+        language = model.get_submodule((model.config.language_prefix or "").removesuffix("."))
+        self.codes, self.tokenizer, self.first = model.codes, tokenizer, language.config.vocab
+        self.engine = Engine(language, vocab=tokenizer.vocab_size, **engine)
         self.switches = {SWITCH: 1.0} if SWITCH in self.engine.names else {}
 
     def prompt(self, text: str) -> list[int]:

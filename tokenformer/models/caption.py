@@ -2,7 +2,8 @@
 positions before its text.
 
 Unusual: segments of the language model with `switch: image` count only in samples that have an image, so that a text
-alone is computed as if there were no images in the world. Positions of an image see each other; a text sees its image
+alone is computed as if there were no images in the world. It may draw, too: by ids and segments with `switch: draw`, as
+a language model without an image trunk does (draw.py). Positions of an image see each other; a text sees its image
 and what comes before. Legend: B batch, P positions of an image, T of a text, S = P + T, D dim of the language model.
 """
 
@@ -22,6 +23,7 @@ from tokenformer.models.language import LanguageModel, Output
 from tokenformer.models.layers import Linear
 from tokenformer.models.names import TABLE, Role
 from tokenformer.models.trunk import Cache, Trunk
+from tokenformer.ops.palette import Codes
 
 SWITCH = "image"  # of the segments that count where there is an image
 
@@ -75,12 +77,16 @@ class CaptionModel(nn.Module):
         there: Tensor | None = None,
         *,
         labels: Tensor | None = None,
+        switches: dict[str, Tensor] | None = None,
     ) -> Output:
         """`ids` and `labels` (B, T) as those of a language model. `pixels` (B, C, height, width), normalised; `there`
-        (B,) says which samples have an image, absent: all. Without any image this is the language model itself.
+        (B,) says which samples have an image, absent: all. Without any image this is the language model itself, and
+        `switches` are its own, such as that of drawing.
         """
         if pixels is None or (there is not None and not there.any()):
-            return self.text(ids, labels=labels)
+            return self.text(ids, labels=labels, switches=switches)
+        if switches is not None:
+            raise UserError("switches are given together with an image, which has its own: give one of them")
         image_BPD = self.encode_image(pixels)
         switches = self.switches(len(ids), there)
         text_BTD = self.text.look_up(ids, switches).to(image_BPD.dtype)
@@ -110,6 +116,15 @@ class CaptionModel(nn.Module):
         on = {name: like.new_full((batch,), weight) for name, weight in self.text.active.items()}
         return {**on, SWITCH: like.new_ones(batch) if there is None else there.to(like.dtype)}
 
+    @property
+    def codes(self) -> Codes | None:
+        """The colours that it draws with, if it does."""
+        return self.text.codes
+
+    @codes.setter
+    def codes(self, codes: Codes | None) -> None:
+        self.text.codes = codes
+
     def prefill(self, pixels: Tensor) -> dict[str, Any]:
         """Read images: what the language model is given with each text about them (a cache, and switches)."""
         image_BPD = self.encode_image(pixels)
@@ -123,9 +138,12 @@ class CaptionModel(nn.Module):
         return fields
 
     @torch.no_grad()
-    def generate(self, pixels: Tensor, ids: Tensor, n: int, temperature: float = 0.0, seed: int = 0) -> Tensor:
-        """`ids` (B, T), texts about images → (B, T + n); see `LanguageModel.generate`."""
-        return self.text.generate(ids, n, temperature, seed, **self.prefill(pixels))
+    def generate(
+        self, pixels: Tensor | None, ids: Tensor, n: int, temperature: float = 0.0, seed: int = 0, **fields: Any
+    ) -> Tensor:
+        """`ids` (B, T), texts about images (None: about none) → (B, T + n); see `LanguageModel.generate`."""
+        fields |= {} if pixels is None else self.prefill(pixels)
+        return self.text.generate(ids, n, temperature, seed, **fields)
 
     @torch.no_grad()
     def likelihoods(self, pixels: Tensor, ids: Tensor, labels: Tensor) -> Tensor:

@@ -66,10 +66,10 @@ def open_service(args: argparse.Namespace, address: Address) -> Any:
     address.listen().close()  # what is wrong with it is said before the model is read
     source, configs, _ = split_words(args.source)
     opened = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
-    opened.need("language")
+    opened.need("language", "caption")
     opened.prepare = partial(attach_all, words=args.adapter)
     tokenizer, template = opened.tokenizer, read_template(opened.folder)
-    model = opened.model.eval()
+    model = opened.language
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu":  # a view of a mapped file: who writes into that would change answers
             tensor.data = tensor.data.clone()

@@ -1,12 +1,15 @@
 """Drawing: a caption, then the pixels of its picture as codes of a palette, one after another, in one language model.
 
 The ids of the codes are those that `grow(vocab=N)` added: the first of them begins a picture, code c is the (c + 1)th
-after it. The palette is found by k-means over training pictures, or is that of the weights that a run starts with.
+after it. The palette is found by k-means over training pictures, or is that of the weights that a run starts with. The
+language model may be that of a model that reads images.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,53 +43,59 @@ class DrawTask(TextsTask):
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         self.drop = (config.data.images or ImagesConfig()).drop_caption
         super().__init__(config, place, device)
-        self.codes = self.find_codes()
-        self.palette = self.codes.palette.to(device)
 
     def find_size(self, model: ModelConfig) -> int:
-        added = model.added_vocab
-        if model.of != "language" or added < 3:
+        self.on = self.config.model.language_prefix or ""
+        self.language = language = self.config.model.trunk(self.on)
+        if language.of != "language" or language.added_vocab < 3:
+            where = f" --on {self.on}" if self.on else ""
             raise UserError(
-                f"task is draw, but the model (of {model.of}) has {added} added ids: grow a language model by "
-                "`tokenformer grow MODEL --vocab N --switch draw`, an id for each colour and one that begins pictures, "
-                "or set model.added_vocab"
+                f"task is draw, but the model (of {language.of}) has {language.added_vocab} added ids: grow a language "
+                f"model by `tokenformer grow MODEL{where} --vocab N --switch draw`, an id for each colour and one that "
+                "begins pictures, or set model.added_vocab"
             )
-        if model.added_switch not in ("", SWITCH):
-            raise UserError(f"the added ids have the switch '{model.added_switch}', but drawing gives '{SWITCH}'")
-        check_switches(self.config, SWITCH)
+        if language.added_switch not in ("", SWITCH):
+            raise UserError(f"the added ids have the switch '{language.added_switch}', but drawing gives '{SWITCH}'")
+        check_switches(self.config, SWITCH, self.on)
         return self.settings.size or SIDE
 
     def find_context(self) -> int:
-        left = self.config.model.context - self.size**2
+        left = self.language.context - self.size**2
         if left < 2:
+            where = f"model.{'trunks.text.' if self.on else ''}context"
             raise UserError(
-                f"a picture of {self.size} × {self.size} has {self.size**2} codes, but model.context is "
-                f"{self.config.model.context}: give more than that, for the text before it"
+                f"a picture of {self.size} × {self.size} has {self.size**2} codes, but {where} is "
+                f"{self.language.context}: give more than that, for the text before it"
             )
         return left
 
-    def find_codes(self) -> Codes:
-        """Return the colours of the weights in `start`, or those of training pictures."""
+    def inherit(self, folder: Path) -> None:
+        """Draw in the colours of these weights, if they have any."""
         from tokenformer.hub.folder import read_codes
-        from tokenformer.hub.open import locate
 
-        if self.config.start:
-            path = locate(self.config.start, values=False).path
-            given = read_codes(path if path.is_dir() else path.parent, self.config.model)
-            if given is not None:
-                if given.side != self.size:
-                    raise UserError(
-                        f"start: {self.config.start} draws {given.side} × {given.side} pixels, but data.images.size is "
-                        f"{self.size}: set it to {given.side}"
-                    )
-                return given
+        super().inherit(folder)
+        if (given := read_codes(folder, self.config.model)) is not None:
+            if (side := given.side) != self.size:
+                raise UserError(
+                    f"the weights in {folder} draw {side} × {side} pixels, but data.images.size is {self.size}: set it "
+                    f"to {side}"
+                )
+            self.codes = given
+
+    @functools.cached_property
+    def codes(self) -> Codes:
+        """The colours of training pictures."""
         how = dataclasses.replace(self.settings, mixup=0.0, cutmix=0.0)
         found = batches(some_of(self.pairs, MOST), how, self.size, 64, self.config.data.workers)
         good = (pixels[[row for row in range(len(pixels)) if row not in damage]] for _, pixels, _, damage in found)
-        return Codes(find_palette(good, self.config.model.added_vocab - 1), self.size)
+        return Codes(find_palette(good, self.language.added_vocab - 1), self.size)
+
+    @functools.cached_property
+    def palette(self) -> Tensor:
+        return self.codes.palette.to(self.device)
 
     def flops(self, cost: Any) -> float:
-        return 3 * cost.sample_flops(self.size**2)
+        return 0.0 if self.on else 3 * cost.sample_flops(self.size**2)  # an image trunk does not take part
 
     def on_device(self, batch: Batch) -> dict[str, Any]:
         longest = -(-max(1, int(batch.fields["length"].max())) // ROUND) * ROUND
@@ -96,13 +105,14 @@ class DrawTask(TextsTask):
     def loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         shown = bare_pixels(augment_pixels(batch, self.settings)[0], self.settings.mean, self.settings.std)
         codes_BN, end = quantise(shown, self.palette), self.tokenizer.end_of_document
-        ids, labels = picture_sequences(batch["ids"], batch["length"], codes_BN, end, self.config.model.vocab)
+        ids, labels = picture_sequences(batch["ids"], batch["length"], codes_BN, end, self.language.vocab)
         labels = labels.masked_fill((batch["label"] < 0)[:, None], IGNORED)
         found = model(ids, labels=labels, switches=self.switches(model, len(ids)))
         return found.loss_sum, found.count
 
     def switches(self, model: Any, batch: int) -> dict[str, Tensor] | None:
-        return {SWITCH: torch.ones(batch, device=self.device)} if SWITCH in model.config.switch_names() else None
+        names = model.config.trunk(self.on).switch_names()
+        return {SWITCH: torch.ones(batch, device=self.device)} if SWITCH in names else None
 
     def measures(self, model: Any) -> dict[str, float]:
         """Return the loss, and the bits of a code: what a held-out picture costs, given its caption."""
@@ -117,13 +127,14 @@ class DrawTask(TextsTask):
             return {}
         self.held_out.samples_seen = 0
         fields = self.on_device(next(iter(self.held_out)))
-        first, end = self.config.model.vocab, self.tokenizer.end_of_document
+        first, end = self.language.vocab, self.tokenizer.end_of_document
         drawn = []
         for ids, length in zip(fields["ids"][:SHOWN], fields["length"][:SHOWN].tolist(), strict=True):
             prompt = torch.tensor([[end, *ids[: max(0, length - 1)].tolist(), first]], device=self.device)
             how = {"temperature": 1.0, "seed": self.config.seed, "switches": self.switches(model, 1)}
             with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
-                made = model.generate(prompt, self.size**2, **how)[:, prompt.shape[1] :]
+                before = (None,) if self.on else ()  # no image
+                made = model.generate(*before, prompt, self.size**2, **how)[:, prompt.shape[1] :]
             drawn.append(colours((made - first - 1).clamp(0, len(self.palette) - 1), self.codes)[0].cpu())
         return {"drawings.png": png(torch.cat(drawn, 1).numpy())}
 

@@ -1,4 +1,4 @@
-"""`train.freeze`: a language model that stays what it is while segments and ids with a switch learn.
+"""`train.freeze`: a language model that stays what it is while segments and ids with the switch of a task learn.
 
 Unusual: what is frozen is decided when a model is built, as for adapters, so that it never has optimizer state; it is
 in the checkpoints, which are whole models.
@@ -9,41 +9,47 @@ from typing import Any
 
 from tokenformer.config import PROJECTION_OF, Config, ModelConfig
 from tokenformer.config_growth import GrowthStage
+from tokenformer.models.caption import SWITCH as IMAGE
+from tokenformer.models.draw import SWITCH as DRAW
 from tokenformer.models.names import parse
 from tokenformer.parallel.parallelize import Build
 from tokenformer.strict import need
 
 
-def language_trunk(config: ModelConfig) -> str | None:
-    """Return the prefix of the language model in a model; None if it has none."""
-    if config.of == "language":
-        return ""
-    return next((f"{name}." for name, trunk in config.trunks.items() if trunk.of == "language"), None)
-
-
-def held(config: ModelConfig, model: Any) -> set[str]:
-    """Return the parameters of the language model that count without a switch."""
-    on = language_trunk(config)
-    text, found = config.trunk(on or ""), set()
+def held(config: ModelConfig, model: Any, given: str) -> set[str]:
+    """Return the parameters that stay what they are where a task gives the switch `given`: of the language model all
+    without this switch, and of a model that learns to draw the image trunk, too.
+    """
+    on = config.language_prefix
+    assert on is not None
+    text, found = config.trunk(on), set()
     for name, _ in model.named_parameters():
         at = parse(name, model.ends)
-        if at.segment is not None and at.layer is not None:
-            switch = text.switches(PROJECTION_OF[at.projection], at.layer)[at.segment] if at.trunk == on else ""
+        if not name.startswith(on):
+            learns = given != DRAW
+        elif at.segment is not None and at.layer is not None:
+            learns = text.switches(PROJECTION_OF[at.projection], at.layer)[at.segment] == given
         else:
-            switch = text.added_switch if name.startswith(f"{on}added_") else ""
-        if name.startswith(on or "") and not switch:
+            learns = name.startswith(f"{on}added_") and text.added_switch == given
+        if not learns:
             found.add(name)
     return found
+
+
+def _given(config: Config) -> str:
+    """Return the switch that the task gives."""
+    return DRAW if config.task == "draw" else IMAGE
 
 
 def builder(build: Build, config: Config) -> Build:
     """Return a function that builds models in which the language model is frozen, if the config says so."""
     if config.train.freeze == "none":
         return build
+    given = _given(config)
 
     def frozen(model_config: ModelConfig) -> Any:
         model = build(model_config)
-        model.held = held(model_config.resolved(), model)
+        model.held = held(model_config.resolved(), model, given)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in model.held)
         return model
@@ -55,18 +61,24 @@ def check(config: Config, stages: Sequence[GrowthStage]) -> None:
     """Refuse a frozen language model where there is none, where nothing would learn, and growth that never would."""
     if config.train.freeze == "none":
         return
-    on = language_trunk(config.model)
+    on = config.model.language_prefix
     need(on is not None, f"train.freeze is language, but the model is of {config.model.of}: leave it out")
     need(
         config.adapter is None,
         "train.freeze and adapter are both given, and an adapter freezes its base: leave one out",
     )
+    given, names = _given(config), config.model.trunk(on or "").switch_names()
     need(
-        bool(on) or bool(config.model.switch_names()) or any(stage.switch for stage in stages),
-        "train.freeze is language, but the model has no segment with a switch: nothing would learn",
+        given == IMAGE or given in names or any(stage.switch for stage in stages),
+        f"train.freeze is language, but the model has no segment with the switch {given}: nothing would learn",
     )
     for stage in stages:
         need(
             stage.on != on or bool(stage.switch),
             "train.freeze is language, so what a growth adds to it would never learn: give the growth a switch",
         )
+    need(
+        config.start is not None,
+        "train.freeze is language, but no weights are named, so random values would be frozen: give start, the "
+        "language model that stays what it is",
+    )

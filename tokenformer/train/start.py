@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from tokenformer.config_model import unlike
 from tokenformer.errors import UserError
 from tokenformer.growth.shape import table, with_table
 from tokenformer.models import build as build_model
+from tokenformer.models.caption import SWITCH
 from tokenformer.models.image import fit_tensors
 from tokenformer.models.init import initial
 from tokenformer.models.names import parse
 from tokenformer.parallel.parallelize import Build, Values
+from tokenformer.strict import need
 
 
 def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[Values, list[dict], list[str]]:
@@ -25,7 +28,7 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
     Parameter tokens of a smaller model (`start`) fill the first rows, the rest keeps its initial values and τ follows
     the new number: the official `pretrain_partial_init`, which does not compute the same as the smaller model. `files`
     belong to the task's data, whose tokenizer must be that of `start`. A model that reads images may begin with a
-    language model, of which nothing may differ but segments that it has more, each with a switch.
+    language model, which may draw, and of which nothing may differ but more segments for images behind its own.
     """
     from tokenformer.hub.dcp import read_tensors
     from tokenformer.hub.open import Opened, locate, open_model
@@ -85,6 +88,17 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
     return values, history, said
 
 
+def inherit_files(task: Any, checkpoint: Path | None, config: Config) -> None:
+    """Let a task keep what lies beside the weights that a run goes on with, or begins with."""
+    from tokenformer.hub.open import locate
+
+    path = checkpoint and checkpoint / "model"
+    if path is None and config.start and config.adapter is None:
+        path = locate(config.start, values=False).path
+    if path is not None:
+        task.inherit(path if path.is_dir() else path.parent)
+
+
 def _differences(config: Config, opened: Any, files: dict[str, str]) -> list[str]:
     """Return sentences about what the weights cannot show: they are of a model, or of pixels, that differ from here.
 
@@ -107,19 +121,27 @@ def _differences(config: Config, opened: Any, files: dict[str, str]) -> list[str
 
 
 def check_language(own: ModelConfig, text: ModelConfig, start: str) -> str:
-    """Refuse a language model that is not the one of the trunk `text` without its switches; return the prefix there."""
-    bare = text
+    """Refuse a language model that is not the first segments of the trunk `text`, before those for images; return the
+    prefix there.
+    """
+    bare, own = text, own.resolved()
     if text.kind == "tokenformer":
-        rows = {which: [[s for s in layer if not s[2]] for layer in layers] for which, layers in table(text).items()}
-        bare = with_table(text, rows)
-    free = {name: getattr(own, name) for name in ("context", "init")}
-    bare, own = dataclasses.replace(bare, **free), own.resolved()
-    own = with_table(own, table(own)) if own.kind == "tokenformer" else own  # one way of writing each shape
+        images = {which: [[s for s in layer if s[2] != SWITCH] for layer in of] for which, of in table(text).items()}
+        bare = with_table(text, images)
+        for which, layers in table(text).items():
+            for layer, kept in zip(layers, images[which], strict=True):
+                need(
+                    layer[: len(kept)] == kept,
+                    f"model.trunks.text.switch.{which} has a segment before others that are not for images: put those "
+                    f"with `switch: {SWITCH}` last, so that the others have the places that they have in {start}",
+                )
+        own = with_table(own, table(own)) if own.kind == "tokenformer" else own  # one way of writing each shape
+    bare = dataclasses.replace(bare, **{name: getattr(own, name) for name in ("context", "init")})
     for field in dataclasses.fields(own):
         mine, theirs = getattr(bare, field.name), getattr(own, field.name)
         if mine != theirs:
             raise UserError(
-                f"model.trunks.text is not the model of {start}: {field.name} is {mine} without segments that have a "
-                f"switch, and {theirs} there: write what is there, and new segments with `switch: image`"
+                f"model.trunks.text is not the model of {start}: {field.name} is {mine} without segments for "
+                f"images, and {theirs} there: write what is there, and new segments with `switch: {SWITCH}`"
             )
     return "text."

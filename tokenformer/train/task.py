@@ -7,6 +7,7 @@ of trainer.py; any other one is given to the trainer: `Trainer(…, task=MyTask)
 
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class Task:
     unit = "samples"  # what is counted in log lines, totals, throughput and growth conditions
     loader: Loader  # what is trained on
     held_out: Loader | None = None  # what is measured on
+    inherited: Mapping[str, bytes] = {}  # see `inherit`
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         """Open and check the data, and write nothing. `config` has its batch sizes as numbers."""
@@ -96,6 +98,12 @@ class Task:
     def files(self) -> dict[str, Any]:
         """Return the files that belong beside the weights, by name: text, or bytes."""
         return {}
+
+    def inherit(self, folder: Path) -> None:
+        """Keep what lies beside the weights that a run begins or goes on with, and is not among `files`."""
+        from tokenformer.hub.folder import kept_files
+
+        self.inherited = kept_files(folder, self.config.model)
 
     def on_device(self, batch: Batch) -> dict[str, Tensor]:
         """Return the fields of a micro-batch as tensors on the device."""

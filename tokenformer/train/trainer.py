@@ -53,7 +53,7 @@ from tokenformer.train.rules import State
 from tokenformer.train.run import ELSEWHERE, changes, earlier, less_memory, lock, resume_command, with_batch_sizes
 from tokenformer.train.schedule import factor
 from tokenformer.train.signals import caught_signals
-from tokenformer.train.start import first_values
+from tokenformer.train.start import first_values, inherit_files
 from tokenformer.train.task import Task
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None, "fp8": torch.bfloat16}
@@ -197,6 +197,7 @@ class Trainer:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             self.task = self.make_task(self.config, self.place, self.device)
+        inherit_files(self.task, self.found.path, self.config)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})
         for name in {name for stage in self.stages for name in stage.at} - {"step", "plateau", "patience"}:
             if name != self.task.unit:
@@ -444,7 +445,7 @@ class Trainer:
                 return
             state = {"format": 1, "step": self.step, "rng": checkpoint.rng_state()}
             state |= {name: part.state_dict() for name, part in self.parts.items()}
-            beside = sidecars(self.model.config, self.model.history) | self.task.files()
+            beside = sidecars(self.model.config, self.model.history) | {**self.task.inherited, **self.task.files()}
             if (adapter := self.config.adapter) is not None:
                 beside[ABOUT] = to_yaml(AdapterFile(str(self.config.start), str(adapter.base)))
             with self.failures_reported():
