@@ -1,4 +1,4 @@
-"""The gallery of examples/icons: three models are trained (here: hardly), and one page shows what they do."""
+"""The gallery of examples/icons: two models are trained (here: hardly), and one page shows what they do."""
 
 import importlib.util
 import json

@@ -1,7 +1,8 @@
-"""Train three small models on icons and write what they do as one page: search by words, captions, drawings.
+"""Train two small models on icons and write what they do as one page: a pair of towers, by which words find icons, and
+a language model that reads icons and then learns to draw some, too.
 
 python examples/icons/gallery.py --out gallery.html            (160 icons, some minutes of one core)
-python examples/icons/gallery.py --out gallery.html --large    (1,911 icons, a larger model that draws: an hour)
+python examples/icons/gallery.py --out gallery.html --large    (1,911 icons, a larger language model: half an hour)
 python examples/icons/gallery.py --out gallery.html caption/icons:steps=2000                 (settings of a model)
 
 The page needs nothing but itself: pictures and features are inside. Runs that are finished are not trained again, and
@@ -11,6 +12,7 @@ Nothing is chosen: all held-out icons are named, and each of their captions is d
 
 import argparse
 import base64
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -19,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenformer import load
+from tokenformer import grow, load, save
+from tokenformer.config import Config
 from tokenformer.config import load as load_config
 from tokenformer.config_data import DataConfig, ImagesConfig
 from tokenformer.data.images.decode import png
@@ -47,9 +50,25 @@ def trained(preset: str, args: argparse.Namespace) -> Any:
     over = [ALL / f"{kind}.yml"] if args.large else []
     told = [setting.partition(":")[2] for setting in args.settings if setting.startswith(f"{preset}:")]
     told = [f"data.path={args.data}", f"data.cache={args.runs / 'cache'}", *told]
-    if Trainer(load_config(preset, *over, overrides=told), args.runs / kind, resume=True).run():
+    config = load_config(preset, *over, overrides=told)
+    if kind == "draw":
+        config = around(load(args.runs / "caption"), config, args.runs / "grown")
+    if Trainer(config, args.runs / kind, resume=True).run():
         raise SystemExit("interrupted: give the same command to go on")
     return load(args.runs / kind).eval()
+
+
+def around(reader: Any, config: Config, folder: Path) -> Config:
+    """Return the config of a run in which a model that reads learns to draw, and nothing of it changes but what is new:
+    ids of colours, and as many parameter tokens as its language model has, with the switch draw.
+    """
+    text, draws = reader.config.trunks["text"], config.model
+    sizes = {f"{which}_tokens": 2 * sum(n for n, _ in text.segments(which)) for which in ("qkv", "proj", "ffn")}
+    grown = grow(reader, on="text.", vocab=text.vocab + draws.added_vocab, switch="draw", **sizes)
+    save(grown, folder, force=True)
+    longer = dataclasses.replace(grown.config.trunks["text"], context=draws.context)
+    train = dataclasses.replace(config.train, freeze="language")
+    return dataclasses.replace(config, model=grown.config.with_trunk("text.", longer), start=str(folder), train=train)
 
 
 def opened(args: argparse.Namespace, part: Any, column: str) -> Pairs:
@@ -123,14 +142,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/gallery"))
     parser.add_argument("--large", action="store_true", help="all icons (examples/all-icons) and a larger model")
     parser.add_argument("--data", help="pairs of images and captions (train and val), instead of the icons")
-    parser.add_argument("--draw", type=Path, help="draw by these weights, such as an earlier checkpoint of the run")
     parser.add_argument("--guidance", type=float, default=2.0, help="of drawings (default: what guidance.py found)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of drawings (default: what guidance.py found)")
     args = parser.parse_args(arguments)
     args.data = args.data or str(ALL if args.large else HERE)
-    pair, caption, draw = (trained(preset, args) for preset in PRESETS)
-    draw = load(args.draw).eval() if args.draw else draw
-    parameters = sum(model.cost().parameters for model in (pair, caption, draw))
+    pair, _, both = (trained(preset, args) for preset in PRESETS)
+    parameters = sum(model.cost().parameters for model in (pair, both))
     parts = ("train", "test" if args.large else "validation")
     (train, held), texts = ([opened(args, part, column) for part in parts] for column in ("name", "text"))
     icons = [{"name": p.captions(i)[0], "held": p is held} for p in (train, held) for i in range(len(p))]
@@ -138,10 +155,10 @@ def main(arguments: list[str] | None = None) -> None:
     for icon, pixels in zip(icons, np.concatenate([pictures(p, plain, 48) for p in (train, held)]), strict=True):
         icon["image"] = image(pixels)
     facts = {"icons": icons, "training": len(train), "parameters": parameters, "search": search_part(pair, texts)}
-    facts |= {"captions": caption_part(caption, held)}
-    facts |= {"drawings": draw_part(draw, *texts, args.guidance, args.temperature)}
+    facts |= {"captions": caption_part(both, held)}
+    facts |= {"drawings": draw_part(both, *texts, args.guidance, args.temperature)}
     write_text(args.out, page(facts))
-    print(f"{args.out}: {len(icons)} icons, three models of {parameters:,} parameters together")
+    print(f"{args.out}: {len(icons)} icons, two models of {parameters:,} parameters together")
 
 
 if __name__ == "__main__":
