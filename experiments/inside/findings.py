@@ -1,6 +1,8 @@
-"""Three findings about a model that was explored: how few tokens carry a projection, whether tokens write what follows
-the places where they are strongest, and how well direct effects predict what happens when a token is switched off.
+"""Findings about a model that was explored: how few tokens carry a projection, how much new segments carry, whether
+tokens write what follows the places where they are strongest, and how well direct effects predict what happens when a
+token is switched off.
 
+  tokenformer train experiments/inside/enwik8.yml data.path=SET --out MODEL
   tokenformer explore MODEL --text TEXT --out LOOKED
   python experiments/inside/findings.py MODEL LOOKED TEXT
 """
@@ -80,6 +82,10 @@ def main() -> None:
         of_layer = [[line for line in lines if line["token"].startswith(f"{layer}:")] for layer in range(depth)]
         counts = ", ".join(f"{carried(some)} of {len(some)}" for some in of_layer)
         print(f"{name}: half of what it adds comes from {counts} tokens (by layer)")
+        for segment in sorted({line["segment"] for line in lines}):
+            some = [line for line in lines if line["segment"] == segment]
+            share, fires = sum(line["energy"] for line in some) / depth, mean([line["fires"] for line in some])
+            print(f"{name}: segment {segment} adds {share:.1%} of it; its tokens fire at {fires:.2%} of the places")
     for name in ("proj", "ffn"):
         own, other = written(groups[name])
         print(f"{name}: what follows begins a word that the token raises in {own:.1%} (another token's: {other:.1%})")

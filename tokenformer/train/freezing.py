@@ -78,7 +78,7 @@ def check(config: Config, stages: Sequence[GrowthStage]) -> None:
             "train.freeze is language, so what a growth adds to it would never learn: give the growth a switch",
         )
     need(
-        config.start is not None,
+        config.start is not None or (given == IMAGE and not on),  # text alone: its task refuses to freeze
         "train.freeze is language, but no weights are named, so random values would be frozen: give start, the "
         "language model that stays what it is",
     )
