@@ -57,6 +57,24 @@ def test_it_writes_about_images_and_answers_after_them(folder, capsys, tmp_path)
     assert f"{bad} is damaged" in found.err and f"{egg}: " in found.out
 
 
+def test_json_lines_name_the_image_they_are_about(folder, capsys):
+    images = [str(FOOD / f"{name}.png") for name in ("egg", "potato")]
+    main(["generate", str(folder), "--image", images[0], "--image", images[1], "--tokens", "3", "--logprobs"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["image"] for line in lines] == images and all(len(line["logprobs"]) <= 3 for line in lines)
+
+
+def test_a_text_without_an_image_is_measured_by_its_language_model(folder, capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("An egg is an egg, and a potato is none. " * 20)
+    save(load(folder).text, tmp_path / "language", tokenizer_json=ByteTokenizer().to_json())
+    losses = []
+    for model in (folder, tmp_path / "language"):
+        out = tmp_path / f"{model.name}.json"
+        assert main(["eval", str(model), "--text", str(tmp_path / "text.txt"), "--out", str(out)]) in (0, None)
+        losses.append(next(iter(json.loads(out.read_text())["texts"].values()))["loss"])
+    assert losses[0] == losses[1]
+
+
 def test_a_conversation_is_about_the_image(folder, capsys, monkeypatch):
     import io
 
@@ -108,7 +126,10 @@ def test_a_text_that_was_cut_is_not_called_whole(folder):
         (["eval", "MODEL", "--images", str(ICONS)], "`tokenformer generate --image` writes with it"),
         (["eval", "MODEL", "--text", "x"], "x"),
         (["convert", "MODEL", "--to", "hf", "--out", "OUT"], "transformers has no class for a model of caption"),
-        (["serve", "MODEL"], "is a model of caption, but one of language is needed"),
+        (
+            ["edit", "MODEL", "--mute", "0:ffn:1", "--out", "OUT"],
+            "is a model of caption, but one of language is needed",
+        ),
     ],
 )
 def test_what_is_refused(folder, tmp_path, capsys, words, said):

@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> None:
     hub.save(model, args.out, format=args.to, tokenizer_json=text, force=args.force)
     missing = opened.config.of == "language" and not text
     note = "; no tokenizer was found beside the weights: add one with --tokenizer" if missing else ""
+    if getattr(model, "codes", None) is not None and args.to != "ours":
+        note += "; it cannot draw there: codes.safetensors, its colours, is left out"
     print(f"{args.out}: {model.cost().parameters:,} parameters, {args.to} format{note}")
 
 

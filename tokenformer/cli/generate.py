@@ -108,12 +108,16 @@ def run(args: argparse.Namespace) -> int | None:
     do = partial(converse if talks else write, engine, request=request, stop_ids=stop_ids, args=args)
     do = do if talks else partial(do, prompts=prompts)
     if args.image:
-        return about_images(engine, opened, do, args, one=talks or request.sample_output_file is not None)
+        lines = not talks and (args.logprobs or bool(request.return_logits))
+        return about_images(engine, opened, do, args, talks or request.sample_output_file is not None, lines)
     do(tokenizer)
 
 
-def about_images(engine, opened, do: Callable, args: argparse.Namespace, one: bool) -> int:
-    """Write about each image of the command line; a damaged one is named, and the exit code is then 2."""
+def about_images(engine, opened, do: Callable, args: argparse.Namespace, one: bool, lines: bool) -> int:
+    """Write about each image of the command line; a damaged one is named, and the exit code is then 2.
+
+    `one`: there may be one image alone. `lines`: results are JSON lines, which name their image.
+    """
     import dataclasses
 
     from tokenformer.data.images.folders import find_images
@@ -132,14 +136,19 @@ def about_images(engine, opened, do: Callable, args: argparse.Namespace, one: bo
             damaged += 1
             continue
         look_at(engine, opened.model, pixels[0], settings)
-        if len(images) > 1:
+        if len(images) > 1 and not lines:
             print(f"{images.name(number)}: ", end="", flush=True)
-        do(Beginning(opened.text_tokenizer))
+        do(Beginning(opened.text_tokenizer), **({"image": images.name(number)} if lines else {}))
     return 2 if damaged else 0
 
 
-def write(engine, tokenizer, request, stop_ids: list[int], args: argparse.Namespace, prompts: list) -> None:
-    """Write all texts, to the screen or a file. Those of --prompt are shown as text, a single one as it is made."""
+def write(
+    engine, tokenizer, request, stop_ids: list[int], args: argparse.Namespace, prompts: list, image: str | None = None
+) -> None:
+    """Write all texts, to the screen or a file. Those of --prompt are shown as text, a single one as it is made.
+
+    `image`: what they are about, which JSON lines name.
+    """
     import json
 
     from tokenformer.files import write_text
@@ -177,7 +186,7 @@ def write(engine, tokenizer, request, stop_ids: list[int], args: argparse.Namesp
         # no progress bar while texts are shown: it would overwrite them
         advance = None if shown else stack.enter_context(progress("generating", len(prompts)))
         for prompt, result in zip(prompts, results, strict=True):
-            one = record(result)
+            one = record(result) if image is None else {"image": image, **record(result)}
             if args.logprobs:
                 one["logprobs"] = result.logprobs
             if request.return_logits:
