@@ -101,7 +101,7 @@ def attach(model: Any, folder: str | Path, name: str) -> Any:
     All is checked before the model is touched. Give the model as it is stored: after a cast it is no longer known.
     """
     need(bool(name), "an adapter needs a name: give a word")
-    taken = name in model.config.switch_names()
+    taken = name in model.config.switch_names() or name in getattr(model, "adapters", {})
     need(not taken, f"the model has a switch '{name}' already: give the adapter another name")
     adapter = read_adapter(folder)
     config, base = base_of(model)
@@ -166,10 +166,8 @@ def active(model: Any, weights: Mapping[str, float]) -> None:
 
     A call may give weights of its own, one per sample: `model(ids, switches={"books": torch.tensor([1.0, 0.0])})`.
     """
-    model.config.check_switches(weights)
-    for name, weight in weights.items():
-        need(math.isfinite(weight), f"the weight of '{name}' is {weight}: give a finite number")
-    model.active = {name: float(weight) for name, weight in weights.items()}
+    weights = model.config.checked_weights(weights, getattr(model, "adapters", {}))
+    model.active = weights
     values = getattr(model, "base_values", {})
     held = parameters_of(model) if values else {}
     for name, base in values.items():
@@ -181,6 +179,7 @@ def active(model: Any, weights: Mapping[str, float]) -> None:
 @contextlib.contextmanager
 def detached(model: Any, *names: str) -> Iterator[Any]:
     """Let the model compute without these adapters meanwhile; without names, without all of them."""
+    model.config.check_switches(names, getattr(model, "adapters", {}))
     before = model.active
     active(model, {name: weight for name, weight in before.items() if names and name not in names})
     try:
