@@ -185,8 +185,12 @@ def test_a_sum_of_adapters_is_an_adapter(folders, tmp_path):
     assert far(logits(model), by_hand(folders, {"a": 0.5, "b": -2.0})) < 1e-6
     model = tokenformer.attach(make_base(), tmp_path / "again", "again")
     assert far(logits(model), by_hand(folders, {"a": 1.0})) < 1e-6
-    with pytest.raises(UserError, match=r"also moves 'norm.bias' of its base, which a sum cannot hold"):
-        added([(read_adapter(folders["c"]), 1.0)])
+    for weighted in ([("c", 0.5)], [("a", 1.0), ("c", 1.0)]):
+        with pytest.raises(UserError, match=r"also moves 'norm.bias' of its base, which a sum cannot hold"):
+            added([(read_adapter(folders[name]), weight) for name, weight in weighted])
+    alone = added([(read_adapter(folders["c"]), 1.0)])
+    assert alone.tensors.keys() == read_adapter(folders["c"]).tensors.keys() and "norm.bias" in alone.tensors
+    assert alone.history == [{"what": "adapter", "seed": 3}]
 
 
 def test_another_base_is_refused_and_untouched(folders):
