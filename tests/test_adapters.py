@@ -11,6 +11,7 @@ from tokenformer.adapters import added, base_of, digest, merged
 from tokenformer.config import LayerOverride, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.hub.adapter_folder import AdapterFile, read_adapter, write_adapter
+from tokenformer.infer import Engine
 from tokenformer.models import build
 from tokenformer.models.names import parse
 from tokenformer.ops.pattention import THETAS
@@ -131,6 +132,34 @@ def test_each_row_of_a_batch_has_its_own_adapters(folders):
         assert far(together[i : i + 1], model(IDS[i : i + 1]).logits) < 1e-6
 
 
+def test_what_all_rows_share_cannot_be_chosen_for_each(folders):
+    """An adapter with `also` moves the base for all samples: its switch counts as it is active, or is refused."""
+    model = tokenformer.attach(make_base(), folders["c"], "c")
+    wanted = logits(model)
+    assert torch.equal(logits(model, switches={"c": torch.ones(3)}), wanted)
+    for switches in ({"c": torch.tensor([0.0, 1.0, 1.0])}, {"c": torch.full((3,), 0.5)}, {}):
+        with pytest.raises(UserError, match=r"'c' moves parameters of its base, so all samples .* \(now 1\)"):
+            logits(model, switches=switches)
+    tokenformer.active(model, {})
+    assert torch.equal(logits(model, switches={}), logits(make_base()))
+
+
+def test_an_adapter_without_segments_counts_too(tmp_path):
+    base, plain = make_base(), logits(make_base())
+    folder = make_adapter(tmp_path / "norms", base, 3, also=("norm.weight", "norm.bias"))
+    model = tokenformer.attach(make_base(), folder, "norms")
+    with torch.no_grad():
+        for name, tensor in read_adapter(folder).tensors.items():
+            base.get_parameter(name).copy_(tensor)
+    assert far(logits(model), logits(base)) < 1e-6 and far(plain, logits(base)) > 1e-2
+    assert torch.equal(logits(merged(model)), logits(model))
+    with pytest.raises(UserError, match="has a switch 'norms' already"):
+        tokenformer.attach(model, folder, "norms")
+    with tokenformer.detached(model, "norms"):
+        assert torch.equal(logits(model), plain)
+    assert Engine(model).generate([[1, 2]], 8) == Engine(base).generate([[1, 2]], 8)
+
+
 @pytest.mark.parametrize("theta", THETAS)
 def test_merged_is_attached(tmp_path, theta):
     model = make_base(theta=theta)
@@ -156,8 +185,12 @@ def test_a_sum_of_adapters_is_an_adapter(folders, tmp_path):
     assert far(logits(model), by_hand(folders, {"a": 0.5, "b": -2.0})) < 1e-6
     model = tokenformer.attach(make_base(), tmp_path / "again", "again")
     assert far(logits(model), by_hand(folders, {"a": 1.0})) < 1e-6
-    with pytest.raises(UserError, match=r"also moves 'norm.bias' of its base, which a sum cannot hold"):
-        added([(read_adapter(folders["c"]), 1.0)])
+    for weighted in ([("c", 0.5)], [("a", 1.0), ("c", 1.0)]):
+        with pytest.raises(UserError, match=r"also moves 'norm.bias' of its base, which a sum cannot hold"):
+            added([(read_adapter(folders[name]), weight) for name, weight in weighted])
+    alone = added([(read_adapter(folders["c"]), 1.0)])
+    assert alone.tensors.keys() == read_adapter(folders["c"]).tensors.keys() and "norm.bias" in alone.tensors
+    assert alone.history == [{"what": "adapter", "seed": 3}]
 
 
 def test_another_base_is_refused_and_untouched(folders):
@@ -179,6 +212,12 @@ def test_names_and_weights_that_cannot_be(folders):
         (lambda: tokenformer.attach(model, folders["b"], ""), "needs a name"),
         (lambda: tokenformer.active(model, {"b": 1.0}), "no adapter or switch 'b': there are a"),
         (lambda: tokenformer.active(model, {"a": float("nan")}), "the weight of 'a' is nan"),
+        (lambda: tokenformer.active(model, {"a": "0.5"}), "the weight of 'a' is 0.5: give a finite number"),
+        (lambda: tokenformer.active(model, "a"), "'a' gives no weights"),
+        (lambda: tokenformer.detached(model, "b").__enter__(), "no adapter or switch 'b': there are a"),
+        (lambda: logits(model, switches={"b": torch.ones(3)}), "no adapter or switch 'b': there are a"),
+        (lambda: logits(model, switches={"a": 0.5}), "needs one weight per sample: give a tensor of 3 numbers"),
+        (lambda: logits(model, switches={"a": torch.ones(2)}), "needs one weight per sample"),
         (lambda: tokenformer.attach(other, folders["a"], "a"), "no parameter tokens"),
     ):
         with pytest.raises(UserError, match=said):

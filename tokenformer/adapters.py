@@ -95,15 +95,16 @@ def sizes_of(adapter: Adapter, config: ModelConfig, ends: Any) -> dict[tuple[str
     return sizes
 
 
-def attach(model: Any, folder: str | Path, name: str) -> Any:
+def attach(model: Any, folder: str | Path, name: str, *, average: bool = True) -> Any:
     """Attach an adapter to its base, in place, and return the model. It counts with weight 1 until `active` says else.
 
     All is checked before the model is touched. Give the model as it is stored: after a cast it is no longer known.
+    `average`: of a run with train.ema, the average of its weights, not the last ones.
     """
     need(bool(name), "an adapter needs a name: give a word")
-    taken = name in model.config.switch_names()
+    taken = name in model.config.switch_names() or name in getattr(model, "adapters", {})
     need(not taken, f"the model has a switch '{name}' already: give the adapter another name")
-    adapter = read_adapter(folder)
+    adapter = read_adapter(folder, average)
     config, base = base_of(model)
     if digest(config, base) != adapter.about.sha256:
         raise UserError(
@@ -148,13 +149,13 @@ def split_weight(word: str) -> tuple[str, float]:
         raise UserError(f"{word} is no adapter with a weight: write FOLDER or FOLDER=0.5") from None
 
 
-def attach_all(model: Any, words: Sequence[str]) -> Any:
+def attach_all(model: Any, words: Sequence[str], *, average: bool = True) -> Any:
     """Attach the adapters that a command line names, each under its folder's name; return the model."""
     weights = {}
     for word in words:
         source, weight = split_weight(word)
         name = Path(source).resolve().name
-        attach(model, source, name)
+        attach(model, source, name, average=average)
         weights[name] = weight
     active(model, {**model.active, **weights})
     return model
@@ -166,10 +167,8 @@ def active(model: Any, weights: Mapping[str, float]) -> None:
 
     A call may give weights of its own, one per sample: `model(ids, switches={"books": torch.tensor([1.0, 0.0])})`.
     """
-    model.config.check_switches(weights)
-    for name, weight in weights.items():
-        need(math.isfinite(weight), f"the weight of '{name}' is {weight}: give a finite number")
-    model.active = {name: float(weight) for name, weight in weights.items()}
+    weights = model.config.checked_weights(weights, getattr(model, "adapters", {}))
+    model.active = weights
     values = getattr(model, "base_values", {})
     held = parameters_of(model) if values else {}
     for name, base in values.items():
@@ -181,6 +180,7 @@ def active(model: Any, weights: Mapping[str, float]) -> None:
 @contextlib.contextmanager
 def detached(model: Any, *names: str) -> Iterator[Any]:
     """Let the model compute without these adapters meanwhile; without names, without all of them."""
+    model.config.check_switches(names, getattr(model, "adapters", {}))
     before = model.active
     active(model, {name: weight for name, weight in before.items() if names and name not in names})
     try:
@@ -232,7 +232,9 @@ def merged(model: Any) -> Any:
 
 
 def added(weighted: Sequence[tuple[Adapter, float]]) -> Adapter:
-    """Return one adapter that is the weighted sum of several adapters of one base: all their segments, side by side."""
+    """Return one adapter that is the weighted sum of several adapters of one base: all their segments, side by side.
+    One alone with weight 1 stays as it is, with what it moves of its base and its history.
+    """
     first, taken = weighted[0][0], Counter[str]()  # segments that stand at a place already
     tensors: dict[str, Tensor] = {}
     for adapter, weight in weighted:
@@ -242,6 +244,8 @@ def added(weighted: Sequence[tuple[Adapter, float]]) -> Adapter:
             f"{adapter.about.base[:200]}): only those of one base can be added",
         )
         need(math.isfinite(weight), f"the weight of {adapter.source} is {weight}: give a finite number")
+        if len(weighted) == 1 and weight == 1:
+            return adapter
         here = Counter[str]()
         for text, tensor in adapter.tensors.items():
             name = segment_name(text)

@@ -5,7 +5,7 @@ Unusual: where `tau` is absent it is √n; `resolved()` writes these numbers out
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -333,9 +333,9 @@ class ModelConfig(Section, section="model"):
         every.append({"vocab": [self.added_switch]})
         return {name for switch in every for names in switch.values() for name in names if name}
 
-    def check_switches(self, names: Iterable[str]) -> None:
-        """Refuse names of switches (adapters are such) that the model does not have."""
-        known = self.switch_names()
+    def check_switches(self, names: Iterable[str], adapters: Iterable[str] = ()) -> None:
+        """Refuse names of switches that the model does not have; `adapters` are attached, some without segments."""
+        known = self.switch_names() | set(adapters)
         for name in names:
             there = ", ".join(sorted(known)) or "none"
             need(name in known, f"the model has no adapter or switch '{name[:80]}': there are {there}")
@@ -346,6 +346,18 @@ class ModelConfig(Section, section="model"):
         if self.of == "language":
             return ""
         return next((f"{name}." for name, trunk in self.trunks.items() if trunk.of == "language"), None)
+
+    def checked_weights(self, weights: Mapping[str, float], adapters: Iterable[str] = ()) -> dict[str, float]:
+        """Return weights of switches as plain numbers; refuse names as `check_switches` does, and no finite numbers."""
+        need(isinstance(weights, Mapping), f"{str(weights)[:80]!r} gives no weights: write {{'NAME': 0.5, ...}}")
+        self.check_switches(weights, adapters)
+        for name, weight in weights.items():
+            try:
+                fits = math.isfinite(weight)
+            except (TypeError, ValueError, RuntimeError):
+                fits = False
+            need(fits, f"the weight of '{name}' is {str(weight)[:80]}: give a finite number")
+        return {name: float(weight) for name, weight in weights.items()}
 
     def trunk(self, prefix: str) -> "ModelConfig":
         """Return the config of a trunk by the prefix of its parameters, such as "image."; "" is the model itself."""

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import tokenformer
 from tests.test_adapters import make_adapter, make_base
@@ -26,7 +27,9 @@ def loss(folder: Path, model: str, *words: str) -> float:
     out = folder / "out.json"
     measure = ["eval", str(folder / model), "--text", str(folder / "text.txt"), "--out", str(out), "--force"]
     assert main([*measure, *words]) == 0
-    (found,) = json.loads(out.read_text())["texts"].values()
+    results = json.loads(out.read_text())
+    (found,) = results["texts"].values()
+    assert results.get("adapters", []) == [word for word in words if word != "--adapter"]
     return found["loss"]
 
 
@@ -45,6 +48,10 @@ def test_eval_with_adapters_is_eval_of_the_merged_model_and_of_the_sum(folder, c
     assert main(["adapter", "list", *two]) == 0
     said = capsys.readouterr().out
     assert "ffn 7, qkv 5" in said and "base" in said and "1,600" not in said.split("poems")[1]
+    make_adapter(folder / "norms", make_base(vocab=384), 3, ffn=4, also=("norm.weight",))
+    assert main(["adapter", "list", str(folder / "sum"), str(folder / "norms")]) == 0
+    said = capsys.readouterr().out
+    assert "ffn 7/11, qkv 5" in said and "ffn 4, also 1 tensors of the base" in said  # those of all segments together
 
 
 def test_generate_with_an_adapter_is_generate_of_the_merged_model(folder, capsys):
@@ -77,12 +84,31 @@ def test_prompts_of_one_file_name_their_adapters(folder, capsys):
     both = ["--adapter", books, "--adapter", f"{poems}=0.5"]
     each = [["--adapter", books], ["--adapter", f"{poems}=2"], both, []]
     assert found == [texts(*one, *adapters)[0] for adapters in each] and len(set(found)) > 2
-    for wrong, said in (("7", "write .adapter.:"), ('{"books": "x"}', "write .adapter.:"), ('"c"', "there are books")):
+    (folder / "in.jsonl").write_text('{"prompt": "It", "adapter": "poems"}\n')
+    two = [*both[:3], f"{poems}=-4"]
+    named = texts("--input-file", str(folder / "in.jsonl"), *two)  # with the weight that the command gives
+    assert named == texts(*one, "--adapter", f"{poems}=-4") != texts(*one, "--adapter", poems)
+    no_weights = ("7", '{"books": NaN}', '{"books": "x"}')
+    for wrong, said in (*((wrong, "write .adapter.:") for wrong in no_weights), ('"c"', "there are books")):
         (folder / "in.jsonl").write_text(f'{{"prompt": "It", "adapter": {wrong}}}')
         assert (
             main(["generate", str(folder / "base"), "--input-file", str(folder / "in.jsonl"), "--adapter", books]) == 2
         )
         assert re.search(said, capsys.readouterr().err)
+
+
+def test_logits_are_those_of_the_adapters_of_their_prompt(folder, capsys):
+    (folder / "in.jsonl").write_text('{"prompt": "It", "adapter": {"books": -2}}\n{"prompt": "It"}\n')
+    settings = folder / "settings.yml"
+    keys = {"text_gen_type": "input-file", "sample_input_file": str(folder / "in.jsonl"), "return_logits": True}
+    settings.write_text(json.dumps({**keys, "maximum_tokens": 3, "temperature": 0.0}))
+    words = [str(folder / "base"), str(settings), "--adapter", str(folder / "books"), "--logprobs"]
+    assert main(["generate", *words]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0]["logits"] != rows[1]["logits"]
+    for row in rows:
+        chosen = torch.tensor(row["logits"]).log_softmax(-1)[:, : load_tokenizer("byte").vocab_size].amax(-1)
+        assert (chosen - torch.tensor(row["logprobs"])).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(

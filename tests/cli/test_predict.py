@@ -13,7 +13,9 @@ import torch
 from PIL import Image
 
 from tests.data.images import pictures as p
+from tests.test_adapters import make_adapter
 from tokenformer import load, save
+from tokenformer.adapters import attach_all, merged
 from tokenformer.cli.main import main
 from tokenformer.config import ModelConfig
 from tokenformer.models import ImageModel, LanguageModel
@@ -71,6 +73,19 @@ def test_the_shares_are_those_of_the_model_for_folders_and_exports(place, capsys
     code, out, _ = run(capsys, "predict", place / "model", files[3], "--top", 1)
     best = logits(place, files[3]).softmax(-1).max(0)
     assert out == f"{files[3]}: {[*p.CLASSES, 'class 3'][best.indices]} {best.values.item():.1%}\n"
+
+
+def test_an_adapter_counts_in_shares_and_figures(place, capsys, tmp_path):
+    folder = make_adapter(tmp_path / "mine", load(place / "model"), 1, ffn=7, layers=[0])
+    plain = merged(attach_all(load(place / "model"), [f"{folder}=-2"]))
+    save(plain, tmp_path / "merged")
+    words = ["predict", place / "model", place / "set", "--json"]
+    attached = run(capsys, *words, "--adapter", f"{folder}=-2")
+    assert attached == run(capsys, "predict", tmp_path / "merged", *words[2:]) and attached != run(capsys, *words)
+    out = tmp_path / "out.json"
+    words = ["eval", place / "model", "--images", place / "set", "--adapter", folder, "--out", out]
+    assert run(capsys, *words)[0] == 0
+    assert json.loads(out.read_text())["adapters"] == [str(folder)]
 
 
 def test_damaged_images_are_named_and_the_others_classified_with_code_2(place, capsys, tmp_path):

@@ -132,6 +132,9 @@ def test_beside_adapters_of_peft_each_counts_when_it_is_named(folders, first, tm
     model.add_adapter(lora(), "low")
     if first == "peft's":
         model.load_adapter(folders["c"], adapter_name="c")
+    else:
+        with pytest.raises(UserError, match="has an adapter 'c' already"):
+            model.add_adapter(lora(), "c")
     for name, other in (("c", "low"), ("low", "c")):
         with pytest.raises((UserError, ValueError), match="already"):
             model.load_adapter(folders["a"], adapter_name=name)

@@ -187,7 +187,9 @@ def test_each_row_of_a_batch_has_its_own_adapters():
         assert error < 1e-6 * max(map(abs, row.logprobs))
         model.active = switches
         assert model.generate(torch.tensor([prompt]), 9)[0, len(prompt) :].tolist() == row.ids
-        assert Engine(model).generate([prompt], 9)[0].ids == row.ids  # active when the engine is made
+        assert Engine(model).generate([prompt], 9)[0].ids == row.ids
+        assert engine.generate([prompt], 9)[0].ids == row.ids  # an engine follows what is active in its model
+    model.active = {}
     assert engine.generate(prompts, 9, logprobs=True) == Engine(plain).generate(prompts, 9, logprobs=True)
     assert len({tuple(row.ids) for row in engine.generate([[5, 6, 7]] * 4, 9, switches=ROWS)}) > 1
 
@@ -197,9 +199,18 @@ def test_adapters_that_a_batch_cannot_have():
     for switches, said in (
         ([{"c": 1.0}], "no adapter or switch 'c': there are a, b"),
         ([{}, {}], "for 2 of 1 prompts"),
+        ([{"a": float("nan")}], "the weight of 'a' is nan: give a finite number"),
+        (["a"], "'a' gives no weights"),
     ):
         with pytest.raises(UserError, match=said):
             Engine(model).generate([[1]], 3, switches=switches)
     model.adapters = {"a": {"norm.bias": torch.zeros(32)}}
     with pytest.raises(UserError, match="adapter 'a' moves parameters of its base"):
         Engine(model).generate([[1], [2]], 3, switches=[{"a": 1.0}, {}])
+    engine = Engine(model)
+    model.active = {"a": 1.0}
+    with pytest.raises(UserError, match="adapters changed after this engine was made"):
+        engine.generate([[1]], 3)
+    model.active, model.adapters = {}, {}
+    with pytest.raises(UserError, match="adapters changed after this engine was made"):
+        engine.generate([[1]], 3)

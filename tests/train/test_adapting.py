@@ -145,7 +145,7 @@ def test_resume_knows_its_base_by_the_digest(tune, base, tmp_path):
     trained(read_config(config, overrides=[f"start={moved}", "steps=12"]), run, resume=True)
     trained(tune(), tmp_path / "whole")
     assert same(result(tmp_path / "whole"), result(run))
-    with pytest.raises(UserError, match="was begun with adapter"):
+    with pytest.raises(UserError, match=r"was begun with another adapter \(adapter.ffn_tokens: 8 → 9\): keep it"):
         Trainer(tune("adapter.ffn_tokens=9"), run, resume=True).run()
 
 
@@ -187,6 +187,19 @@ def test_what_is_refused(tune, tmp_path, settings, said):
     with pytest.raises(UserError, match=said):
         Trainer(tune(*settings), tmp_path / "run").run()
     assert not (tmp_path / "run").exists()
+
+
+def test_the_average_of_a_run_is_attached_unless_its_last_weights_are_asked_for(tune, base, tmp_path):
+    smooth, plain = tmp_path / "smooth", tmp_path / "plain"
+    trained(tune("train.ema=0.9"), smooth)
+    trained(tune(), plain)
+    ids = torch.arange(24).view(2, 12)
+
+    def logits(run: Path, **how) -> torch.Tensor:
+        return tokenformer.attach(tokenformer.load(base), run, "mine", **how)(ids).logits
+
+    assert torch.equal(logits(smooth, average=False), logits(plain))
+    assert not torch.equal(logits(smooth), logits(plain)) and torch.equal(logits(plain, average=False), logits(plain))
 
 
 def test_an_adapter_is_no_model(tune, tmp_path):

@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
+    from collections import Counter
+
     from tokenformer.adapters import segment_name, split_weight
     from tokenformer.config import PROJECTION_OF
     from tokenformer.hub.adapter_folder import read_adapter
@@ -44,13 +46,15 @@ def _list(args: argparse.Namespace) -> None:
     rows = []
     for word in args.adapters:
         adapter = read_adapter(split_weight(word)[0])
-        tokens: dict[str, set[int]] = {}
-        layers = set()
-        for name, tensor in ((segment_name(text), t) for text, t in adapter.tensors.items()):
-            if name is not None:
-                tokens.setdefault(PROJECTION_OF[name.projection], set()).add(len(tensor))
-                layers.add(name.layer)
-        sizes = ", ".join(f"{which} {'/'.join(map(str, sorted(found)))}" for which, found in sorted(tokens.items()))
+        tokens: dict[str, Counter[int]] = {}  # of all segments of a projection, by layer
+        named = [(segment_name(text), tensor) for text, tensor in adapter.tensors.items()]
+        for name, tensor in named:
+            if name is not None and name.role.kind == "key" and name.projection not in ("key", "value"):
+                tokens.setdefault(PROJECTION_OF[name.projection], Counter())[name.layer] += len(tensor)
+        layers = {layer for found in tokens.values() for layer in found}
+        sizes = [f"{w} {'/'.join(map(str, sorted(set(found.values()))))}" for w, found in sorted(tokens.items())]
+        also = sum(name is None for name, _ in named)
+        sizes = ", ".join(sizes + ([f"also {also} tensors of the base"] if also else []))
         count = sum(tensor.numel() for tensor in adapter.tensors.values())
         rows.append([word, adapter.about.base, adapter.about.sha256[:12], sizes, len(layers), f"{count:,}"])
     table(["adapter", "base", "digest of the base", "tokens", "layers", "parameters"], rows)

@@ -70,7 +70,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace a file of that name")
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
     add("--adapter", action="append", default=[], metavar="FOLDER[=WEIGHT]", help="attach one; may be given often")
-    help = "of a run with train.ema (default: average); of a language model fp8: rounded to 8 bits"
+    help = "of runs with train.ema (default: average), models and adapters; of a language model fp8: rounded to 8 bits"
     add("--weights", choices=["average", "raw", "fp8"], help=help)
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
@@ -126,12 +126,14 @@ def run(args: argparse.Namespace) -> int | None:
     device = local_device(args.device)
     how = {"device": device, "dtype": args.dtype, "weights": args.weights}
     opened = open_model(source, configs, tokenizer=args.tokenizer, **how)
-    opened.prepare = partial(attach_all, words=args.adapter)
+    opened.prepare = partial(attach_all, words=args.adapter, average=args.weights != "raw")
     tokenizer, model = opened.tokenizer, opened.language
     if args.weights == "fp8":
         model = rounded(model)
     context, stride = window(model.config.context, args.context, args.stride)
     results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters, "weights": args.weights}
+    if args.adapter:
+        results["adapters"] = args.adapter
     results["tokenizer"] = {"name": tokenizer.name, "sha256": fingerprint(tokenizer)}
     results |= {"context": context, "limit": args.limit}
     try:

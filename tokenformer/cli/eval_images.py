@@ -36,7 +36,7 @@ def open_source(args: argparse.Namespace) -> tuple["Opened", str, list[str]]:
     how = {"device": local_device(args.device), "dtype": args.dtype, "weights": args.weights}
     opened = open_model(source, configs, tokenizer=args.tokenizer, **how)
     if args.adapter:
-        opened.prepare = partial(attach_all, words=args.adapter)
+        opened.prepare = partial(attach_all, words=args.adapter, average=args.weights != "raw")
     return opened, source, told
 
 
@@ -109,6 +109,7 @@ def measure_images(args: argparse.Namespace) -> int:
     damaged = {answer.index: answer.damage for answer in found if answer.damage}
     if rank() == 0:
         results = {"model": source, "parameters": parameters, "data": args.images, "part": part}
+        results |= {"adapters": args.adapter} if args.adapter else {}
         results |= {"size": settings.size, **summary(found, names)}
         if pair:
             results |= {"templates": templates, "chance": 1 / len(names)}

@@ -177,7 +177,7 @@ def write(
         on_piece=show if alone else None,
         stop_ids=stop_ids,
         names=[prompt.name for prompt in prompts],
-        switches=[prompt.adapters for prompt in prompts],
+        switches=[prompt.switches(engine) for prompt in prompts],
     )
     if alone:
         print(prompts[0].text, end="", flush=True)
@@ -190,7 +190,7 @@ def write(
             if args.logprobs:
                 one["logprobs"] = result.logprobs
             if request.return_logits:
-                one["logits"] = token_logits(engine, tokenizer, result)
+                one["logits"] = token_logits(engine, tokenizer, result, prompt.switches(engine))
             if plain:
                 print("" if alone else result.context + result.text, flush=True)
                 if one["message"]:

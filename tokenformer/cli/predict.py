@@ -11,6 +11,7 @@ and the exit code is then 2.
 import argparse
 import json
 import sys
+from functools import partial
 
 from tokenformer.errors import UserError
 
@@ -23,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="JSON lines: file, and class, number and share of the classes; or error")
     add("--size", type=int, metavar="N", help="pixels of the square that the model sees (default: its own)")
     add("--batch", type=int, help="images at a time (default 64, on a CPU 8)")
+    add("--adapter", action="append", default=[], metavar="FOLDER[=WEIGHT]", help="attach one; may be given often")
     add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     add("--dtype", help="float32, bfloat16, float16 (default: bfloat16 on cuda, else as stored)")
@@ -31,6 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import dataclasses
 
+    from tokenformer.adapters import attach_all
     from tokenformer.data.images.folders import find_images
     from tokenformer.data.images.samples import batches
     from tokenformer.hub.open import open_model
@@ -43,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     images = find_images(args.files)
     opened = open_model(args.source, device=args.device, dtype=args.dtype, weights=args.weights)
     opened.need("image")
+    if args.adapter:
+        opened.prepare = partial(attach_all, words=args.adapter, average=args.weights != "raw")
     model = opened.model.eval()
     settings, size = reading(model, args.size)
     settings, names, damaged = dataclasses.replace(settings, damaged="skip"), class_names(model), 0

@@ -47,8 +47,10 @@ class Adapter:
     history: list[dict]
 
 
-def read_adapter(source: str | Path) -> Adapter:
-    """Read an adapter from its folder, from a run that trains one (its newest checkpoint), or from the hub."""
+def read_adapter(source: str | Path, average: bool = True) -> Adapter:
+    """Read an adapter from its folder, from a run that trains one (its newest checkpoint; of a run with train.ema the
+    average, unless `average` is false), or from the hub.
+    """
     path = find_source(source)
     if isinstance(path, HubName):
         from tokenformer.hub.download import snapshot
@@ -64,8 +66,8 @@ def read_adapter(source: str | Path) -> Adapter:
             raise UserError(f"{source} holds no adapter: give the folder of one, or a run that trained one")
         from tokenformer.hub.dcp import read_tensors
 
-        average = path.parent / "average"
-        tensors = read_tensors(average if average.is_dir() else path)
+        smooth = path.parent / "average"
+        tensors = read_tensors(smooth if average and smooth.is_dir() else path)
     raw = parse_yaml(read_text(path / ABOUT, YAML_BYTES), str(path / ABOUT))
     try:
         about = build(AdapterFile, raw)

@@ -5,6 +5,7 @@ Legend: B batch, T positions, D dim, W vocabulary, K new tokens.
 """
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class Engine:
         """
         if skip is not None:
             check_skip(model, skip)
+        self._given, self._seen = weakref.ref(model), dict(model.active)
         if weights not in (None, "fp8"):
             raise UserError(f"weights is '{weights}', but must be fp8, or left out")
         if weights:
@@ -82,7 +84,7 @@ class Engine:
         self.backend, self.make_step, self.hidden, said = choose_backend(model, self.packed, backend, tuning, fp8)
         self.said = [said] if said else []  # what a user should know
         self.names, self.active = model.config.switch_names(), dict(model.active)
-        self.moved = {name for name, moved in getattr(model, "adapters", {}).items() if moved}
+        self.adapters = getattr(self._given(), "adapters", {})  # name → the tensors of the base that it moves
         self._last: _Batch | None = None
         self.read(None)
         if skip is not None:
@@ -130,16 +132,28 @@ class Engine:
         self, switches: Sequence[Mapping[str, float] | None] | None, count: int
     ) -> dict[str, list[float]]:
         """Return the weights of each switch that some row uses, row by row; all checked."""
+        self._follow()
         rows = [self.active if row is None else row for row in switches or [None] * count]
         if len(rows) != count:
             raise UserError(f"there are switches for {len(rows)} of {count} prompts: give one mapping per prompt")
-        given = sorted({name for row in rows for name in row})
-        self.packed.config.check_switches(given)
-        for name in given:
-            if name in self.moved and len({row.get(name, 0.0) for row in rows} | {self.active.get(name, 0.0)}) > 1:
+        rows = [self.packed.config.checked_weights(row, self.adapters) for row in rows]
+        for name in (name for name, moved in self.adapters.items() if moved):
+            if len({row.get(name, 0.0) for row in rows} | {self.active.get(name, 0.0)}) > 1:
                 raise UserError(f"adapter '{name}' moves parameters of its base, so all rows have it alike, or none")
         used = sorted(name for name in self.names if any(row.get(name) for row in rows))
-        return {name: [float(row.get(name, 0.0)) for row in rows] for name in used}
+        return {name: [row.get(name, 0.0) for row in rows] for name in used}
+
+    def _follow(self) -> None:
+        """Let the adapters count that count in the model now. Weights were packed, so no other ones can come."""
+        model, seen = self._given(), self._seen
+        if model is None:
+            return
+        moves = [name for name, moved in self.adapters.items() if moved]
+        others = getattr(model, "adapters", self.adapters) is not self.adapters
+        if others or any(model.active.get(name, 0.0) != seen.get(name, 0.0) for name in moves):
+            raise UserError("the model's adapters changed after this engine was made: make another engine")
+        if model.active != seen:
+            self.active = self._seen = dict(model.active)
 
     def check(
         self,
@@ -227,7 +241,7 @@ class Engine:
     ) -> list[Finished]:
         """Generate up to `n` new tokens per prompt: fewer where a stop token comes or the context is full. Row i's seed
         is i unless `seeds` says otherwise; `logprobs` asks for log-probabilities. `switches`: the adapters of each row
-        with their weights; None, for a row or all of them, means those that were active when the engine was made.
+        with their weights; None, for a row or all of them, means those that are active in the model.
         `choices`: the only ids that may be chosen. `against`: a prompt for each, whose logits a are pushed away from:
         tokens are chosen by a + guidance · (logits − a) (classifier-free guidance).
         """

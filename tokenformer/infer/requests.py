@@ -2,6 +2,8 @@
 context, text, length, finished, message, duration_seconds.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,11 +22,19 @@ FIELDS = ("prompt", "context", "text")
 
 
 class Prompt(NamedTuple):
-    """A text, what messages call it, and the adapters that it is continued with (None: those of the command)."""
+    """A text, what messages call it, and the adapters that it is continued with: a name with the weight that the
+    command gave it, weights, or None for those of the command.
+    """
 
     text: str
     name: str
-    adapters: dict[str, float] | None = None
+    adapters: dict[str, float] | str | None = None
+
+    def switches(self, engine: Engine) -> dict[str, float] | None:
+        """Return the weights of its adapters in an engine that has those of the command."""
+        if isinstance(self.adapters, str):
+            return {self.adapters: engine.active.get(self.adapters, 1.0)}
+        return self.adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +98,12 @@ def _prompt(line: str, where: str) -> Prompt:
     value, adapters = parse_json(line, where), None
     if isinstance(value, dict):
         adapters = value.get("adapter")
-        adapters = {adapters: 1.0} if isinstance(adapters, str) else adapters
         value = next((value[name] for name in FIELDS if name in value), None)
     if not isinstance(value, str):
         raise UserError(f"{where} holds no prompt: write a string, or an object with {', '.join(FIELDS)}")
-    weights = list(adapters.values()) if isinstance(adapters, dict) else [] if adapters is None else [None]
-    if not all(type(weight) in (int, float) for weight in weights):
+    weights = list(adapters.values()) if isinstance(adapters, dict) else []
+    kind = isinstance(adapters, str | dict | None)
+    if not kind or not all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights):
         raise UserError(f'{where}: write "adapter": "NAME", or {{"NAME": 0.5, ...}} with a weight for each')
     return Prompt(value, where, adapters)
 
@@ -135,11 +145,15 @@ def stop_token(tokenizer: AnyTokenizer, word: str) -> int:
     return ids[0]
 
 
-def token_logits(engine: Engine, tokenizer: AnyTokenizer, result: TextResult) -> list[list[float]]:
-    """Return the logits that every new token was chosen from, by a full pass over the text."""
+def token_logits(
+    engine: Engine, tokenizer: AnyTokenizer, result: TextResult, switches: Mapping[str, float] | None = None
+) -> list[list[float]]:
+    """Return the logits that every new token was chosen from, by a full pass over the text with its `switches`."""
+    weights = {name: torch.tensor(row) for name, row in engine.check_switches([switches], 1).items()}
     prompt = to_ids(tokenizer, result.context)
     packed, ids = engine.packed, torch.tensor([prompt + result.ids], device=engine.packed.device)
     with torch.no_grad():
         cache = StaticCache(packed.config, 1, ids.shape[1], packed.device, packed.dtype)
-        hidden = packed.hidden(ids, torch.arange(ids.shape[1], device=packed.device), cache, 0)
-        return packed.logits(hidden[0, len(prompt) - 1 : -1]).tolist()
+        weights = {name: row.to(packed.device) for name, row in weights.items()}
+        hidden = packed.hidden(ids, torch.arange(ids.shape[1], device=packed.device), cache, 0, weights)
+        return packed.logits(hidden[0, len(prompt) - 1 : -1], weights).tolist()

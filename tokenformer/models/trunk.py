@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.config import ModelConfig
+from tokenformer.errors import UserError
 from tokenformer.models.cost import Cost, cost
 from tokenformer.models.layers import (
     CheckedOnLoad,
@@ -212,13 +213,30 @@ class Trunk(CheckedOnLoad):
 
     def run(self, x_BTD: Tensor, view: View) -> Tensor:
         """Run x through all blocks and the final norm; a pipeline stage runs those that it holds."""
-        view = self.with_active(view, x_BTD)
         if view.switches is not None:
-            self.config.check_switches(view.switches)
+            self.check_switches(view.switches, len(x_BTD))
+        view = self.with_active(view, x_BTD)
         for block in self.blocks.children():
             drop = None if view.drop is None else view.drop[cast(Block, block).attention.layer]
             x_BTD = block(x_BTD, view._replace(drop=drop))
         return x_BTD if self.norm is None else self.norm(x_BTD)
+
+    def check_switches(self, switches: Mapping[str, Tensor], batch: int) -> None:
+        """Refuse names that the model does not have, and weights that are not one per sample. An adapter that moves
+        parameters of its base moves them for all samples, so it must count as it is active.
+        """
+        adapters: Mapping[str, Any] = getattr(self, "adapters", {})
+        self.config.check_switches(switches, adapters)
+        for name, weight_B in switches.items():
+            if not isinstance(weight_B, Tensor) or weight_B.ndim != 1 or len(weight_B) not in (1, batch):
+                raise UserError(f"the switch '{name}' needs one weight per sample: give a tensor of {batch} numbers")
+        for name in (name for name, moved in adapters.items() if moved):
+            weight_B, weight = switches.get(name, torch.zeros(1)), self.active.get(name, 0.0)
+            if not bool((weight_B == torch.tensor(weight).to(weight_B)).all()):
+                raise UserError(
+                    f"adapter '{name}' moves parameters of its base, so all samples have it as it is active (now "
+                    f"{weight:g}): set its weight by tokenformer.active"
+                )
 
     def with_active(self, view: View, x_BTD: Tensor) -> View:
         """Give a view without switches those of `active`."""

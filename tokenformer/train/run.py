@@ -82,6 +82,9 @@ def changes(folder: Path, was: Config, now: Config) -> list[str]:
         lines = differences(native.to_dict(was.model.resolved()), native.to_dict(now.model.resolved()), "model.")
         raise UserError(f"{folder} was begun with another model ({'; '.join(lines)}): keep it, or give another --out")
     for name, (old, new) in pairs.items():
+        if old != new and dataclasses.is_dataclass(old) and dataclasses.is_dataclass(new):
+            lines = "; ".join(differences(native.to_dict(old), native.to_dict(new), f"{name}."))
+            raise UserError(f"{folder} was begun with another {name} ({lines}): keep it, or give another --out")
         if old != new:
             raise UserError(f"{folder} was begun with {name} {old}, not {new}: keep it, or give another --out")
     reached = max(all_steps(folder), default=0)

@@ -111,6 +111,13 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
                 raise UserError(f"{peft_model_id} is an adapter of TokenFormer, which knows no {word}: leave it out")
         return self._attach(peft_model_id, name)
 
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        """Make a new adapter of peft."""
+        name = adapter_name or "default"
+        if name in self._ours:
+            raise UserError(f"the model has an adapter '{name}' already: give the new one another name")
+        super().add_adapter(adapter_config, adapter_name)
+
     @property
     def _ours(self) -> dict[str, Any]:
         """The adapters of this package that are attached, by name."""
