@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -79,9 +80,16 @@ def test_an_adapter_counts_in_shares_and_figures(place, capsys, tmp_path):
     folder = make_adapter(tmp_path / "mine", load(place / "model"), 1, ffn=7, layers=[0])
     plain = merged(attach_all(load(place / "model"), [f"{folder}=-2"]))
     save(plain, tmp_path / "merged")
-    words = ["predict", place / "model", place / "set", "--json"]
-    attached = run(capsys, *words, "--adapter", f"{folder}=-2")
-    assert attached == run(capsys, "predict", tmp_path / "merged", *words[2:]) and attached != run(capsys, *words)
+
+    def shares(model: Path, *words: object) -> torch.Tensor:
+        code, out, _ = run(capsys, "predict", model, place / "set", "--json", *words)
+        assert code == 0
+        rows = [sorted(json.loads(line)["classes"], key=itemgetter("number")) for line in out.splitlines()]
+        return torch.tensor([[one["share"] for one in row] for row in rows])
+
+    attached = shares(place / "model", "--adapter", f"{folder}=-2")
+    assert (attached - shares(tmp_path / "merged")).abs().max() < 1e-6
+    assert (attached - shares(place / "model")).abs().max() > 1e-3
     out = tmp_path / "out.json"
     words = ["eval", place / "model", "--images", place / "set", "--adapter", folder, "--out", out]
     assert run(capsys, *words)[0] == 0
