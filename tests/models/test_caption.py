@@ -104,7 +104,7 @@ def test_the_positions_of_an_image_see_each_other(model, monkeypatch):
     for much in (0.0, 5.0):
         changed = features.clone()
         changed[:, -1, 0] += much
-        monkeypatch.setattr(model, "encode_image", lambda _pixels, changed=changed: changed)
+        monkeypatch.setattr(model, "_read", lambda _pixels, changed=changed: changed)
         model(IDS, pixels())
     assert not torch.allclose(seen[0], seen[1], atol=1e-4)
 
@@ -141,6 +141,22 @@ def test_the_engine_writes_what_the_reference_writes(model, language, chunk):
     assert engine.generate(prompts, 5) == plain
     with pytest.raises(UserError, match="24 positions before the text, but the model's context is 24"):
         engine.read(torch.zeros(24, 32))
+
+
+def test_no_model_uses_one_way_in_inside_of_another(model):
+    """FSDP takes the end of the inner one for the end of all, and gathers once more what the root holds."""
+    text = dataclasses.replace(TEXT, of="text", pool="end")
+    two = ModelConfig(of="pair", embed=16, trunks={"image": IMAGE, "text": text})
+    images, ways = pixels(), {}
+    ways["image"] = [lambda one: one(images), lambda one: type(one).forward_features(one, images)]
+    ways["pair"] = [lambda one: one(images, IDS), lambda one: type(one).encode_text(one, IDS)]
+    ways["caption"] = [lambda one: one(IDS, images), lambda one: type(one).likelihoods(one, images, IDS, IDS)]
+    ways["caption"].append(lambda one: type(one).generate(one, images, IDS, 2))
+    for one in (build(IMAGE), build(two), model):
+        for name in one.entries:
+            setattr(one, name, lambda *_, **__: pytest.fail("a way in is used inside of another"))
+        for way in ways[one.config.of]:
+            way(one)
 
 
 def test_everything_learns_and_is_counted(model):

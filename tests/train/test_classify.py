@@ -109,9 +109,9 @@ def test_killed_and_resumed_with_other_workers_it_ends_in_the_same_bits(file, tm
     assert [r["loss"] for r in metrics[0]] == [r["loss"] for r in metrics[1]]
 
 
-def two_ranks(how: str, *arguments: object) -> list[int]:
+def two_ranks(how: str, *arguments: object, on: tuple[str, ...] = ("parallel.shard=2",)) -> list[int]:
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = (*arguments, "parallel.shard=2", "micro_batch=2")
+    words = (*arguments, *on, "micro_batch=2")
     both = [child(how, *words, RANK=str(rank), LOCAL_RANK=str(rank), **ranks) for rank in range(2)]
     return [process.wait() for process in both]
 
@@ -125,6 +125,24 @@ def test_two_ranks_killed_and_resumed_with_other_workers_end_in_the_same_bits(fi
     assert same(result(tmp_path / "whole"), result(tmp_path / "run"))
     one, other = averaged(tmp_path / "whole"), averaged(tmp_path / "run")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "on",
+    [
+        ("parallel.replicate=2",),
+        ("parallel.shard=2", "parallel.accumulate=whole"),
+        ("parallel.shard=2", "parallel.reshard_after_forward=false"),
+    ],
+)
+def test_two_ranks_that_accumulate_send_what_plan_counts(file, tmp_path, on):
+    """Gradients once per step, and what stays gathered once."""
+    how = "from tests.parallel.counting import count; count(sys.argv[1], sys.argv[2], sys.argv[3:])"
+    assert two_ranks(how, tmp_path / "sent", file, on=on) == [0, 0]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"sent-{rank}.json").read_text())
+        assert found["counted"] == sum(found["formula"].values())
 
 
 @pytest.mark.multi

@@ -48,7 +48,8 @@ class CaptionModel(nn.Module):
     torch.Size([1, 3, 128])
     """
 
-    entries = ("encode_image", "generate", "likelihoods")  # ways in beside forward (FSDP must know them)
+    # ways in beside forward; FSDP must know them, and gathers once more what one of them used inside of another
+    entries = ("encode_image", "generate", "likelihoods")
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class CaptionModel(nn.Module):
             return self.text(ids, labels=labels, switches=switches)
         if switches is not None:
             raise UserError("switches are given together with an image, which has its own: give one of them")
-        image_BPD = self.encode_image(pixels)
+        image_BPD = self._read(pixels)
         switches = self.switches(len(ids), there)
         text_BTD = self.text.look_up(ids, switches).to(image_BPD.dtype)
         length, own = image_BPD.shape[1], torch.arange(image_BPD.shape[1] + ids.shape[1], device=ids.device)
@@ -106,6 +107,9 @@ class CaptionModel(nn.Module):
 
     def encode_image(self, pixels: Tensor) -> Tensor:
         """What the language model reads of images: (B, P, D) in place of embeddings."""
+        return self._read(pixels)
+
+    def _read(self, pixels: Tensor) -> Tensor:
         return self.projection(self.image.forward_features(pixels))
 
     def switches(self, batch: int, there: Tensor | None = None) -> dict[str, Tensor] | None:
@@ -127,7 +131,7 @@ class CaptionModel(nn.Module):
 
     def prefill(self, pixels: Tensor) -> dict[str, Any]:
         """Read images: what the language model is given with each text about them (a cache, and switches)."""
-        image_BPD = self.encode_image(pixels)
+        image_BPD = self._read(pixels)
         if image_BPD.shape[1] >= self.text.config.context:
             raise UserError(
                 f"an image has {image_BPD.shape[1]} positions, but the context is {self.text.config.context}: give "

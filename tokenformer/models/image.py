@@ -44,7 +44,8 @@ class ImageModel(Trunk):
         "head.bias": ZERO,
     }
     checked = (*Trunk.checked, "grid", "patch", "channels")
-    entries = ("forward_features", "forward_intermediates")  # ways in beside forward (FSDP must know them)
+    # ways in beside forward; FSDP must know them, and gathers once more what one of them used inside of forward
+    entries = ("forward_features", "forward_intermediates")
     patches: Linear
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
@@ -60,12 +61,11 @@ class ImageModel(Trunk):
 
     def forward(self, pixels: Tensor, drop: Tensor | None = None) -> Tensor:
         """`pixels` (B, C, height, width), normalised → logits (B, classes). `drop`: see `View`."""
-        return self.forward_head(self.forward_features(pixels, drop))
+        return self.forward_head(self.run(*self.embed(pixels, drop)))
 
     def forward_features(self, pixels: Tensor, drop: Tensor | None = None) -> Tensor:
         """All positions after the final norm (B, T, D), the class token first where there is one."""
-        x_BTD, view = self.embed(pixels, drop)
-        return self.run(x_BTD, view)
+        return self.run(*self.embed(pixels, drop))
 
     def forward_head(self, features_BTD: Tensor, pre_logits: bool = False) -> Tensor:
         """Logits of `forward_features`; with `pre_logits`, or without a head, what the head reads (B, D)."""

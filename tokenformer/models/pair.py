@@ -69,7 +69,8 @@ class PairModel(nn.Module):
     (torch.Size([2, 16]), torch.Size([2, 2]))
     """
 
-    entries = ("encode_image", "encode_text")  # ways in beside forward (FSDP must know them)
+    # ways in beside forward; FSDP must know them, and gathers once more what one of them used inside of forward
+    entries = ("encode_image", "encode_text")
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
@@ -99,20 +100,26 @@ class PairModel(nn.Module):
         self, pixels: Tensor | None = None, ids: Tensor | None = None, lengths: Tensor | None = None
     ) -> tuple[Any, Any]:
         """Features (B, E) of images and of texts, of length 1; None of what is not given."""
-        image_BE = None if pixels is None else self.encode_image(pixels)
-        return image_BE, None if ids is None else self.encode_text(ids, lengths)
+        image_BE = None if pixels is None else unit(self._image_features(pixels))
+        return image_BE, None if ids is None else unit(self._text_features(ids, lengths))
 
     def encode_image(self, pixels: Tensor, normalize: bool = True) -> Tensor:
         """`pixels` (B, C, height, width), normalised → features (B, E); of length 1, if `normalize`."""
-        features_BE = self.image_projection(self.image(pixels))
+        features_BE = self._image_features(pixels)
         return unit(features_BE) if normalize else features_BE
 
     def encode_text(self, ids: Tensor, lengths: Tensor | None = None, normalize: bool = True) -> Tensor:
         """`ids` (B, T), of which the first `lengths` (B,) of each row are its text (absent: all) → features (B, E)."""
+        features_BE = self._text_features(ids, lengths)
+        return unit(features_BE) if normalize else features_BE
+
+    def _image_features(self, pixels: Tensor) -> Tensor:
+        return self.image_projection(self.image(pixels))
+
+    def _text_features(self, ids: Tensor, lengths: Tensor | None) -> Tensor:
         if lengths is None:
             lengths = torch.full((len(ids),), ids.shape[-1], device=ids.device)
-        features_BE = self.text_projection(self.text(ids, lengths))
-        return unit(features_BE) if normalize else features_BE
+        return self.text_projection(self.text(ids, lengths))
 
     def logits(self, image_AE: Tensor, text_BE: Tensor) -> Tensor:
         """How well images and texts of these features fit (A, B)."""

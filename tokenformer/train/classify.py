@@ -21,6 +21,7 @@ from tokenformer.data.loader import Batch
 from tokenformer.errors import UserError
 from tokenformer.ops.augment import augment
 from tokenformer.parallel.mesh import Place
+from tokenformer.parallel.parallelize import before_backward
 from tokenformer.train.images import ImageTask
 
 
@@ -67,6 +68,7 @@ class ClassifyTask(ImageTask):
             start = batch.samples_seen - self.batch * batch.last
             drop = self.drop(model.config.layers, start, micro)
             loss_sum, losses = self.loss(model, self.on_device(batch), drop)
+            before_backward(model, self.place, last=micro == self.loader.micro_batches - 1)
             (loss_sum * scale).backward()
             total, count = total + loss_sum.detach(), count + losses
         return total, count
