@@ -140,6 +140,16 @@ def presets() -> list[str]:
     return sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yml"))
 
 
+def run_name(source: str | Path) -> str:
+    """Return what a run of a config file or preset is called.
+
+    >>> run_name("lm/1.5b"), run_name("here/books.yml")
+    ('1.5b', 'books')
+    """
+    path = Path(source)
+    return path.stem if path.suffix in (".yml", ".yaml") else path.name
+
+
 def find(name: str | Path) -> Path:
     """Return the path of a config file, of a folder's config.yml, or of a preset by its name (`lm/150m`)."""
     for path in (Path(name), Path(name) / "config.yml"):

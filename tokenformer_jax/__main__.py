@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     import jax
     import numpy as np
 
+    from tokenformer.config import run_name
     from tokenformer.data.text.tokenizer import FileTokenizer
     from tokenformer.hub.open import read_config
     from tokenformer_jax import How, generator, load
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.verb == "train":
         itself = args.resume and is_file(source / "config.yml") and args.out in (None, args.config)
         config = read_config(source / "config.yml" if itself else source, *more, overrides=settings, training=True)
-        default = source if itself else Path(config.out or Path("runs") / source.with_suffix("").name)
+        default = source if itself else Path(config.out or Path("runs") / run_name(source))
         asked = Trainer(config, args.out or default, resume=args.resume).run()
         return 128 + asked if asked else 0
     config = read_config(source, *more, overrides=[*settings, "growth=[]"])

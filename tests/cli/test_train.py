@@ -29,6 +29,16 @@ def test_a_preset_and_overrides_train_a_run_and_the_run_goes_on_by_its_folder(co
     assert "going on from step 3" in capsys.readouterr().out and list(all_steps(run)) == [3, 5]
 
 
+def test_a_run_has_the_whole_name_of_its_preset(prepared, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    tokens = [f"model.{which}_tokens=8" for which in ("qkv", "proj", "ffn")]
+    model = ["layers=1", "dim=32", "heads=2", "context=16", "vocab=384"]
+    how = ["steps=1", "batch=2", "train.precision=fp32", "train.compile=none", "validation.generate=0"]
+    words = [*tokens, *(f"model.{key}" for key in model), *how, f"data.path={prepared}"]
+    assert main(["train", "lm/1.5b", *words]) == 0
+    assert list(all_steps(Path("runs/1.5b"))) == [1]
+
+
 @pytest.mark.parametrize(
     "settings, sentence",
     [

@@ -88,6 +88,7 @@ def refuse_other_settings(config: "Config", folder: Path) -> None:
 
 def read_configs(words: list[str], transformer: bool) -> dict[str, "Config"]:
     """Return the configs by the names of their runs. Refuse those that would not be trained on the same samples."""
+    from tokenformer.config import run_name
     from tokenformer.errors import UserError
     from tokenformer.hub.open import read_config
     from tokenformer.models.cost import equal_transformer
@@ -97,7 +98,7 @@ def read_configs(words: list[str], transformer: bool) -> dict[str, "Config"]:
     sources, settings = split_settings(words)
     found: dict[str, Config] = {}
     for source in sources:
-        name = Path(source).with_suffix("").name
+        name = run_name(source)
         if name in found:
             raise UserError(f"two configs are called {name}, and so would their runs: rename one of the files")
         found[name] = read_config(source, overrides=settings, training=True)

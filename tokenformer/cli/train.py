@@ -51,7 +51,7 @@ class ShowKeys(argparse.Action):
 
 
 def run(args: argparse.Namespace) -> int:
-    from tokenformer.config import presets
+    from tokenformer.config import presets, run_name
     from tokenformer.errors import UserError
     from tokenformer.hub.open import means_weights, read_config
     from tokenformer.parsing import is_file, is_folder
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             f"{source} holds weights, and what is trained from them needs a folder of its own: give --out RUN"
             + (", or --resume to continue this run" if is_folder(source / "checkpoints") else "")
         )
-    default = source if itself else Path(config.out) if config.out else Path("runs") / source.with_suffix("").name
+    default = source if itself else Path(config.out) if config.out else Path("runs") / run_name(source)
     check(config, given or default, args.resume)
     from tokenformer.parallel.mesh import run_rank
     from tokenformer.train.trainer import Trainer
