@@ -182,6 +182,22 @@ def test_damaged_pairs_are_named_or_left_out_and_counted(file, tmp_path):
     assert sum(row["damaged"] for row in rows) == 24  # half of 48
 
 
+def held_out_damage(file: Path, folder: Path) -> tuple[list[int], list[int]]:
+    """Return how many damaged images a run counts in its log lines and validations, if only held-out ones are."""
+    data = folder / "pairs"
+    data.mkdir()
+    _written(data / "train.csv", f"image,caption\n{ICONS}/train/food/avocado.png,avocado\n")
+    _written(data / "val.csv", f"image,caption\ngone.png,gone\n{ICONS}/train/food/banana.png,banana\n")
+    train(file, folder / "held", f"data.path={data}", "data.images.damaged=skip")
+    rows = read_rows(folder / "held")
+    every = [[row["damaged"] for row in rows if row["kind"] == kind] for kind in ("train", "validation")]
+    return every[0], every[1]
+
+
+def test_damaged_held_out_pairs_are_counted_in_validation_alone(file, tmp_path):
+    assert held_out_damage(file, tmp_path) == ([0] * 6, [1, 1])
+
+
 def test_it_begins_with_a_run_of_a_language_model_and_leaves_it_as_it_is(file, tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 40)

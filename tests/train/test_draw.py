@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.train.conftest import result, same
-from tests.train.test_caption import ICONS, child_of, language, train  # noqa: F401 (a fixture)
+from tests.train.test_caption import ICONS, child_of, held_out_damage, language, train  # noqa: F401 (a fixture)
 from tokenformer import grow, save
 from tokenformer import load as load_model
 from tokenformer.cli.main import main
@@ -150,6 +150,7 @@ def test_damaged_pictures_are_named_or_left_out(file, tmp_path):
     train(file, tmp_path / "other", bad, "data.images.damaged=skip")
     rows = [row for row in read_rows(tmp_path / "other") if row["kind"] == "train"]
     assert sum(row["damaged"] for row in rows) == 24
+    assert held_out_damage(file, tmp_path) == ([0] * 6, [1, 1])
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,7 @@ class CaptionTask(TextsTask):
         wanted = self.config.validation.generate
         if self.held_out is None or not wanted:
             return {}
-        self.held_out.samples_seen = 0
-        fields = self.on_device(next(iter(self.held_out)))
+        fields = self.first_held_out()
         labels, end = fields["label"][:SHOWN], self.tokenizer.end_of_document
         first = torch.full((len(labels), 1), end, device=self.device)
         room = self.config.model.trunks["text"].context - self.length - 1

@@ -125,8 +125,7 @@ class DrawTask(TextsTask):
         """Return a picture for each of the first held-out captions, side by side."""
         if self.held_out is None or not self.config.validation.generate:
             return {}
-        self.held_out.samples_seen = 0
-        fields = self.on_device(next(iter(self.held_out)))
+        fields = self.first_held_out()
         first, end = self.language.vocab, self.tokenizer.end_of_document
         drawn = []
         for ids, length in zip(fields["ids"][:SHOWN], fields["length"][:SHOWN].tolist(), strict=True):

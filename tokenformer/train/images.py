@@ -101,6 +101,13 @@ class TextsTask(ImageTask):
             self.held_out = source_loader(c.data, source(held, training=False), len(held), **self.cut)
             self.held_pairs = pairs_of(held)
 
+    def first_held_out(self) -> dict[str, Any]:
+        """Return the first held-out micro-batch, on the device; what is damaged in it counts in no figure."""
+        assert self.held_out is not None
+        self.held_out.samples_seen, trained = 0, self.damaged
+        fields, self.damaged = self.on_device(next(iter(self.held_out))), trained
+        return fields
+
     def find_context(self) -> int:
         """Return the most tokens of a text, its end token included."""
         return self.config.model.trunks["text"].context
