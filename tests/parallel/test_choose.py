@@ -114,6 +114,14 @@ def test_what_is_decided_stays():
         choose(config, 64, Hardware(), {"shard": 3})
 
 
+def test_what_a_file_says_about_gradients_loses_no_layout():
+    every = []
+    for more in ([], ["parallel.accumulate=sharded"]):
+        found, _ = choose(load("lm/150m", overrides=["batch=8", *more]), 8, Hardware())
+        every.append({e.degrees for e in found})
+    assert every[0] == every[1] and Degrees(replicate=8) in every[1]
+
+
 def test_settings_of_a_recommendation_are_those_that_were_estimated():
     config = load("llama/13b", overrides=["batch=1024"])
     _, best = choose(config, 16, Hardware())

@@ -79,7 +79,9 @@ def variants(cut: Cut, d: Degrees, fixed: Mapping[str, Any]) -> Iterator[Cut]:
     if d.shard == 1:
         kept = [(c.parallel.reshard_after_forward, c.parallel.accumulate)]
     for micro, recompute, (reshard, accumulate) in itertools.product(micros, recomputed, kept):
-        if fixed.get("reshard_after_forward", reshard) != reshard or (accumulate != chosen and micro == share):
+        if fixed.get("reshard_after_forward", reshard) != reshard:
+            continue
+        if d.shard > 1 and accumulate != chosen and micro == share:
             continue  # with one micro-batch there is nothing to add up
 
         def make(micro=micro, recompute=recompute, reshard=reshard, accumulate=accumulate) -> Config:
