@@ -187,6 +187,13 @@ def test_texts_of_a_tar_are_utf_8_and_their_lines_end_at_newlines(tmp_path):
     assert pairs_of(left).captions(1) == ["one"]
 
 
+@pytest.mark.parametrize("blank", ["\u00a0", "\ufeff\u3000\n", "\x0b"])
+def test_a_text_of_blanks_alone_is_none(tmp_path, blank):
+    as_tar(tmp_path, {"a.png": image("animals/fox"), "a.txt": blank.encode()})
+    with pytest.raises(UserError, match=r"^a in train-0.tar has no text in UTF-8: .*\(1 of 4\)"):
+        open_pairs(DataConfig(path=str(tmp_path)), "train")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_pairs_that_are_held_back_depend_on_the_data_and_not_on_where_they_lie(tmp_path, monkeypatch, form):
     folder = tmp_path / "a" / "data"

@@ -210,4 +210,4 @@ def _text_place(path: Path, _key: str, found: dict[str, tuple[int, int]]) -> tup
         text, _ = codecs.utf_8_decode(data, "strict", size == len(data))  # a longer one may be cut inside a character
     except UnicodeDecodeError:
         return None
-    return (offset, size) if text.strip("\ufeff \t\r\n") else None
+    return (offset, size) if text.strip("\ufeff").strip() else None
