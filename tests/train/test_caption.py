@@ -21,7 +21,7 @@ from tokenformer.cli.main import main
 from tokenformer.config import load
 from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.errors import UserError
-from tokenformer.eval.captions import captioning
+from tokenformer.eval.captions import captioning, rank_of
 from tokenformer.train.caption import CaptionTask
 from tokenformer.train.report import read_rows
 from tokenformer.train.trainer import Trainer
@@ -124,6 +124,15 @@ def test_it_learns_by_heart_what_is_on_icons(file, tmp_path, capsys):
     )
     assert measured.pop("captions")[0] == "avocado"
     assert measured["exact"] == measured["word_f1"] == measured["first"] == 1 and measured["among"] == len(rows)
+
+
+@pytest.mark.parametrize(("right", "rank"), [(-1.0, 0), (-2.0, 1), (-3.0, 2), (float("nan"), 2)])
+def test_what_is_as_likely_as_the_right_name_or_no_number_comes_before_it(right, rank):
+    class Says:
+        def likelihoods(self, x, ids, labels):
+            return torch.tensor([[right, -2.0, -3.0]])
+
+    assert rank_of(Says(), torch.zeros(1), ["fox", "owl", "cat"], 0, ByteTokenizer(), 8) == rank
 
 
 @pytest.mark.multi

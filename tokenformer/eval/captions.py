@@ -76,4 +76,4 @@ def rank_of(model: Any, x: torch.Tensor, names: Sequence[str], number: int, toke
     ids, lengths = encode_captions(tokenizer, [names[number], *(others[i] for i in drawn)], room)
     cut = torch.from_numpy(ids[:, : lengths.max()]).to(x.device), torch.from_numpy(lengths).to(x.device)
     likely = model.likelihoods(x, *shifted(*cut, tokenizer.end_of_document))[0]
-    return int((likely[1:] >= likely[0]).sum())
+    return int((~(likely[1:] < likely[0])).sum())  # so that NaN, which is not below anything, is never the likeliest
