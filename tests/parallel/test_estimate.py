@@ -35,6 +35,11 @@ def test_parameters_and_state_of_one_gpu_are_those_of_the_model():
     assert found["optimizer"] == 8 * 1_587_219_456
 
 
+def test_the_average_of_the_weights_is_held_too():
+    one, more = (estimate(config(f"train.ema={decay}"), Degrees(shard=8)) for decay in (0, 0.999))
+    assert more.total - one.total == more.memory["average"] == more.memory["parameters"] > 0
+
+
 @pytest.mark.parametrize("preset, samples, measured", [("150m", 16, 11.46), ("150m", 64, 38.85), ("1.5b", 8, 51.66)])
 def test_the_peak_that_was_measured_on_a_gpu_is_met(preset, samples, measured):
     """Gigabytes of benchmarks/results/step, within 15 %."""

@@ -70,6 +70,7 @@ def memory(cut: Cut, d: Degrees, pipeline: int) -> dict[str, int]:
     whole, block, rows = sum(sizes) + rest, max(sizes), micro * model.length
     moments = 8 if config.optimizer.kind == "adamw" else 4
     found = {"parameters": 4.0 * whole, "gradients": 4.0 * whole, "optimizer": moments * sum(sizes) + 8.0 * rest}
+    found |= {"average": 4.0 * whole} if t.ema else {}
     found = {name: 0.0 if config.parallel.offload else n / d.shard for name, n in found.items()}
     full = t.activation_checkpointing == "full"
     compiled = t.compile not in (False, "none")
