@@ -52,11 +52,11 @@ def check_recipe(c: Config) -> None:
     refused |= {"train.precision": c.train.precision in ("fp16", "fp8") and c.train.precision, "train.ema": c.train.ema}
     refused |= {"train.drop_path": c.train.drop_path, "data.images": c.data.images, "log.profile": c.log.profile}
     refused |= {"optimizer.layer_decay": c.optimizer.layer_decay != 1 and c.optimizer.layer_decay}
+    refused |= {"train.freeze": c.train.freeze != "none" and c.train.freeze}
     for name, value in refused.items():
         if value:
-            raise UserError(
-                f"{name} is {str(value)[:40]}, which there is not in JAX: leave it out, or use `tokenformer`"
-            )
+            said = f"{name} is {str(value)[:40]}, which there is not in JAX"
+            raise UserError(f"{said}: leave it out, or use `tokenformer`")
 
 
 class Trainer:
@@ -95,6 +95,7 @@ class Trainer:
         self.found = find_newest(self.folder) if before else Found(None, [], [])
         self.said += self.found.notes
         self.restore(self.found.path) if self.found.path else self.begin()
+        stages.check_units(self.stages, "tokens")
         stages.check_reached(self.stages, self.grown, c.steps, self.units)
 
     def begin(self) -> None:
@@ -161,6 +162,8 @@ class Trainer:
 
     def loop(self) -> None:
         c, batches, self.recent, self.clock = self.config, iter(self.loader), list[Array](), Clock()
+        if self.step == 0 and 0 in c.checkpoint.also:
+            self.save()
         while self.step < c.steps and not self.asked:
             while stage := stages.due(self.stages, self.grown, self.step, self.units):
                 self.log()

@@ -184,7 +184,14 @@ def test_two_processes_of_four_devices_compute_what_one_device_computes(config_f
 
 def test_what_a_run_in_jax_does_not_do_is_refused_before_anything_is_written(tiny, tmp_path):
     refused = ("train.precision=fp16", "train.precision=fp8", "train.ema=0.9", "optimizer.layer_decay=0.5")
-    for setting in (*refused, "parallel.pipeline=2"):
+    for setting in (*refused, "train.freeze=language", "parallel.pipeline=2"):
         with pytest.raises(UserError, match="in JAX"):
             Trainer(tiny(setting), tmp_path / "run")
+    with pytest.raises(UserError, match=r"growth.at names images, but this task counts tokens"):
+        Trainer(tiny("growth=[{at: {images: 512}, ffn_tokens: 48}]"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_first_values_of_a_run_are_saved_if_asked(tiny, tmp_path):
+    Trainer(tiny("checkpoint.also=[0]", "steps=1", *ONE), tmp_path / "run").run()
+    assert list(all_steps(tmp_path / "run")) == [0, 1]

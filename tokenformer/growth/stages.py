@@ -70,6 +70,12 @@ def step_of(stage: GrowthStage, units_per_step: int) -> int:
     return math.ceil(number / (1 if unit == "step" else units_per_step))
 
 
+def check_units(stages: Sequence[GrowthStage], unit: str) -> None:
+    """Refuse a growth that waits for something that the task of the run does not count."""
+    for name in {name for stage in stages for name in stage.at} - {"step", "plateau", "patience"}:
+        need(name == unit, f"growth.at names {name}, but this task counts {unit}: give these, or a step")
+
+
 def check_reached(stages: Sequence[GrowthStage], progress: Progress, steps: int, units_per_step: int) -> None:
     """Refuse a growth that comes after the last step of the run. Whether a plateau comes cannot be known before."""
     for number, stage in list(enumerate(stages, 1))[len(progress.steps) :]:

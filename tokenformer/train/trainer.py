@@ -24,7 +24,7 @@ from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError, out_of_memory
 from tokenformer.files import is_full, write_text, writing
 from tokenformer.growth import progressive
-from tokenformer.growth.stages import Progress, chain, check_reached, due, spent, step_of
+from tokenformer.growth.stages import Progress, chain, check_reached, check_units, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.adapter_folder import ABOUT, AdapterFile
 from tokenformer.hub.open import pick_device
@@ -199,9 +199,7 @@ class Trainer:
             self.task = self.make_task(self.config, self.place, self.device)
         inherit_files(self.task, self.found.path, self.config)
         self.notes = sorted({str(w.message) for w in caught if w.category is UserWarning})
-        for name in {name for stage in self.stages for name in stage.at} - {"step", "plateau", "patience"}:
-            if name != self.task.unit:
-                raise UserError(f"growth.at names {name}, but this task counts {self.task.unit}: give these, or a step")
+        check_units(self.stages, self.task.unit)
         check_reached(self.stages, self.grown, self.config.steps, self.task.units_per_step)
 
     def lock_folder(self, held: contextlib.ExitStack) -> None:
