@@ -10,11 +10,12 @@ import pytest
 from tokenformer.cli.main import main
 from tokenformer.config import load, presets
 from tokenformer.errors import UserError
-from tokenformer.parallel.choose import SEARCHED, SPENT, choose, reason, settings_of, trades
+from tokenformer.parallel.choose import SEARCHED, SPENT, choose, reason, settings_of, trades, variants
 from tokenformer.parallel.estimate import estimate
 from tokenformer.parallel.hardware import PRESETS, Hardware, read_hardware
 from tokenformer.parallel.mesh import Degrees, degrees
 from tokenformer.parallel.times import collective
+from tokenformer.parallel.traffic import Cut
 
 SMALL, LARGE = "lm/1.5b optimizer.kind=adamw", "llama/13b"  # 25 and 208 GB of parameters, gradients and state
 MUON = "lm/1.5b optimizer.kind=muon"
@@ -110,6 +111,9 @@ def test_what_is_decided_stays():
     assert {(e.config.parallel.accumulate, e.config.parallel.reshard_after_forward) for e in every} == {
         ("sharded", False)
     }
+    cut, eight = Cut(config), Degrees(replicate=8, shard=8)
+    places = {v.config.parallel.accumulate for v in variants(cut, eight, fixed | {"accumulate": "auto"})}
+    assert places == {"auto"} and "whole" in {v.config.parallel.accumulate for v in variants(cut, eight, fixed)}
     with pytest.raises(UserError, match=r"no layout of 64 GPUs has parallel.shard=3 and divides .*: change one"):
         choose(config, 64, Hardware(), {"shard": 3})
 

@@ -74,7 +74,7 @@ def variants(cut: Cut, d: Degrees, fixed: Mapping[str, Any]) -> Iterator[Cut]:
     recomputed = [fixed["activation_checkpointing"]] if "activation_checkpointing" in fixed else ["none", "full"]
     chosen = fixed.get("accumulate", "auto")
     kept = [(True, chosen), (False, chosen)]  # ZeRO-3 and ZeRO-2
-    if d.pipeline == 1 and chosen == "auto":
+    if d.pipeline == 1 and "accumulate" not in fixed:
         kept.append((True, "whole"))
     if d.shard == 1:
         kept = [(c.parallel.reshard_after_forward, c.parallel.accumulate)]
