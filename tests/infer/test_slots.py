@@ -76,7 +76,7 @@ def test_a_prompt_that_is_given_up_leaves_its_row_to_others(tokenformer_model):
     slots.enter([Text([1] * 20)])
     slots.launch()
     slots.leave(slots.entering[0])
-    assert slots.launch() == [] and slots.free == 2
+    assert slots.free == 2 and slots.launch() == []
     wanted = [(Text([2, 3, 4]), 9)]
     assert [t.id for t in run(slots, wanted, 0)[wanted[0][0]]] == engine.generate([[2, 3, 4]], 9)[0].ids
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import queue
 import random
 import threading
 import time
@@ -13,7 +14,10 @@ import pytest
 import torch
 from serving import BYTES
 
-from tokenformer.infer import Sampling, write_texts
+from tokenformer.infer import Engine, Sampling, write_texts
+from tokenformer.infer.slots import Text
+from tokenformer.infer.text import Piecewise
+from tokenformer.serve.batching import Answer, Batcher
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +211,27 @@ def test_a_reader_that_goes_away_frees_its_row(server):
         time.sleep(0.05)
     assert server.metric("waiting") == 0
     assert gone() == before_gone + 2 and 'status="500"' not in httpx.get(f"{server.url}/metrics").text
+
+
+def test_a_reader_that_goes_away_while_its_prompt_is_read_holds_up_nobody(model):
+    """It was alone, so no step comes after it that could drop its prompt."""
+    pieces: queue.Queue = queue.Queue()
+    batcher = Batcher(Engine(model, chunk=1), BYTES, rows=2, queue=2)
+    try:
+        first, second = (
+            Answer(i, Text([66] * length), 1, Piecewise(BYTES.decode, []), None, pieces.put)
+            for i, length in enumerate((250, 2))
+        )
+        batcher.submit([first])
+        while not batcher.slots.entering:
+            time.sleep(0.001)
+        batcher.cancel([first])
+        while first.reason is None:
+            time.sleep(0.001)
+        batcher.submit([second])
+        assert pieces.get(timeout=20).index == 1
+    finally:
+        batcher.close()
 
 
 def test_pages_of_other_sites_are_refused(server):

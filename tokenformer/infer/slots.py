@@ -130,8 +130,9 @@ class Slots:
     def leave(self, text: Text) -> None:
         """Free the row of a text; the last text that decodes moves there."""
         text.gone = True
-        if text in self.entering:
-            return  # it is dropped when its prompt would begin to decode
+        if text in self.entering:  # it is dropped when its prompt would begin to decode
+            self.entering = [] if all(other.gone for other in self.entering) else self.entering
+            return
         last = self.texts.pop()
         if last is not text:
             self._move(last, text.row)
@@ -150,8 +151,6 @@ class Slots:
             for text in self.texts:
                 text.length += 1
             made.append(self._read(self.texts, 0, how))
-        if self.entering and all(text.gone for text in self.entering):
-            self.entering = []
         if self.entering and self._prefill():
             first, how = self.entering[0].row, self._how(self.entering)
             made.append(self._read(self.entering, first, how))
