@@ -101,6 +101,21 @@ def test_log_probabilities_and_alternatives_of_text_and_prompt_are_those_of_a_fu
         assert token.top[0][0] == best.indices[0]
 
 
+def test_ids_under_a_switch_count_in_no_probability(monkeypatch):
+    """The decoding kernels compute logits of all ids; here a step does."""
+    engine = Engine(make(added_vocab=4, added_switch="draw"))
+    (expected,) = engine.generate([[5, 6]], 5, logprobs=True)
+    step, text = engine.make_step(1), Text([5, 6], tops=True)
+
+    def of_all_ids(*inputs) -> torch.Tensor:
+        return torch.nn.functional.pad(step(*inputs), (0, 4), value=9.0)
+
+    monkeypatch.setattr(engine, "make_step", lambda size: of_all_ids)
+    found = run(Slots(engine, 1), [(text, 5)], seed=1)[text]
+    assert [t.id for t in found] == expected.ids
+    assert [t.logprob for t in found] == pytest.approx(expected.logprobs, abs=1e-5)
+
+
 def test_each_row_has_its_own_adapters():
     """Also beside rows without any, which have the bits of the base."""
     model = make(

@@ -218,7 +218,10 @@ class Slots:
         self._replays[size, how]()
 
     def _pick(self, logits_BW: Tensor, rows: slice, how: How) -> None:
-        """Choose the next token of each row; those that are not alive keep theirs."""
+        """Choose the next token of each row; those that are not alive keep theirs. No text has ids under a switch."""
+        config = self.engine.packed.config
+        if config.added_switch:
+            logits_BW = logits_BW[:, : config.vocab]  # the kernels compute those of all ids
         kept_BW, ints = logits_BW[:, : self.engine.vocab], self.ints[:, rows]
         if how.sampled:
             chance_B = uniform(ints[SEED], ints[COUNT])
