@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import math
 import queue
 import random
@@ -12,12 +13,15 @@ import httpx
 import openai
 import pytest
 import torch
-from serving import BYTES
+from serving import BYTES, make_model
 
+from tokenformer.data.text.tokenizer import FileTokenizer
 from tokenformer.infer import Engine, Sampling, write_texts
 from tokenformer.infer.slots import Text
 from tokenformer.infer.text import Piecewise
+from tokenformer.serve.app import Service
 from tokenformer.serve.batching import Answer, Batcher
+from tokenformer.serve.protocol import Refused
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +167,20 @@ def test_errors_have_the_form_of_the_protocol(client):
         client.chat.completions.create(model="small", messages=[{"role": "user", "content": "Hi"}])
     plain = client.completions.create(**words, presence_penalty=0, user="me", extra_body={"unknown": [1]})
     assert plain.choices[0].finish_reason == "length"
+
+
+def test_ids_that_no_text_may_hold_are_refused_whatever_else_is_asked():
+    """Those of a drawing model's pictures, which count under a switch alone, and those of no token."""
+    tokenizer = FileTokenizer(BYTES.to_json(), "bytes")
+    for model, strange in ((make_model(added_vocab=5, added_switch="draw"), 386), (make_model(), -1)):
+        service = Service(Engine(model, vocab=257), tokenizer, {"small": {}}, rows=1)
+        try:
+            for ids in ([strange], [[1, 2], [3, strange]], [10**30]):
+                body = {"prompt": ids, "max_tokens": 2, "echo": True}
+                with pytest.raises(Refused, match="the prompt holds the id"):
+                    service._read(json.dumps(body).encode(), chat=False)
+        finally:
+            service.batcher.close()
 
 
 def test_64_requests_at_once_have_the_answers_of_one_at_a_time(server, engine, model):

@@ -161,9 +161,10 @@ class Engine:
         seeds: Sequence[int] | None = None,
         names: Sequence[str] | None = None,
         new: int = 1,
+        adds: bool = True,
     ) -> tuple[list[list[int]], list[int]]:
         """Return prompts and seeds as plain numbers, all checked: the context must have room for `new` tokens behind
-        each prompt. Messages call prompts by their `names`.
+        each prompt. Messages call prompts by their `names`. `adds`: prompts may hold ids that growth added.
         """
         rows = []
         for i, prompt in enumerate(prompts):
@@ -176,7 +177,7 @@ class Engine:
                 raise UserError(f"{name} has no tokens: begin with the token that ends a document")
             if len(row) + new > self.context:
                 raise UserError(f"{name} has {len(row):,} tokens, the model's context is {self.context:,}: shorten it")
-            known = self.choices(adds=True)
+            known = self.choices(adds)
             for strange in (id for id in row if not any(id in some for some in known)):
                 ranges = " and ".join(f"{some.start} to {some.stop - 1:,}" for some in known)
                 raise UserError(f"{name} holds the id {strange}: give ids from {ranges}")

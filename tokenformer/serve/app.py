@@ -208,14 +208,14 @@ class Service:
                 chat=chat,
                 models=list(self.models),
                 encode=self._ids,
-                decode=self.tokenizer.decode,
                 template=self._chat_ids,
                 context=self.engine.context,
                 most=self.most,
                 texts=self.batcher.queue + self.batcher.slots.rows,
                 draw_seed=lambda: secrets.randbits(62),
             )
-            self.engine.check(asked.prompts, names=["the prompt"] * len(asked.prompts), new=min(1, asked.most))
+            names, adds = ["the prompt"] * len(asked.prompts), not self.engine.packed.config.added_switch
+            self.engine.check(asked.prompts, names=names, new=min(1, asked.most), adds=adds)
         except UnicodeDecodeError:
             raise Refused("the body is not UTF-8 text: send JSON") from None
         except UserError as error:

@@ -61,7 +61,7 @@ class Asked:
     chat: bool
     model: str
     prompts: list[list[int]]
-    shown: list[str]  # the prompts as text
+    texts: list[str | None]  # the prompts as they came; None: as ids
     n: int
     most: int  # new tokens
     sampling: Sampling
@@ -167,7 +167,6 @@ def read_request(
     chat: bool,
     models: Sequence[str],
     encode: Callable[[str], list[int]],
-    decode: Callable[[list[int]], str],
     template: Callable[[Any], list[int]],
     context: int,
     most: int,
@@ -222,7 +221,7 @@ def read_request(
         chat=chat,
         model=model,
         prompts=prompts,
-        shown=[p if isinstance(p, str) else decode(p) if echo else "" for p in given],
+        texts=[p if isinstance(p, str) else None for p in given],
         n=n,
         most=asked if asked is not None else room if chat else min(16, room),
         sampling=read.sampling(),
@@ -268,6 +267,8 @@ class Writer:
         self, asked: Asked, name: Callable[[int], tuple[str, bytes]], decode: Callable[[list[int]], str]
     ) -> None:
         self.asked, self.name, self.decode = asked, name, decode
+        echoed = zip(asked.prompts, asked.texts, strict=True) if asked.echo else ()
+        self.echoed = [decode(ids) if text is None else text for ids, text in echoed]
         kind = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{kind}-{uuid.uuid4().hex}", int(time.time())
 
@@ -311,7 +312,7 @@ class Writer:
             body: dict[str, Any] = {"delta" if part else "message": message}
         else:
             echoed = asked.echo and first
-            shown = asked.shown[index // asked.n] if asked.echo else ""
+            shown = self.echoed[index // asked.n] if asked.echo else ""
             logprobs = None
             if asked.logprobs is not None:
                 before = self._prompt(index, prompt or ()) if echoed else []
