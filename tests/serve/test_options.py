@@ -7,17 +7,20 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 from serving import BYTES, Server, make_model
+from starlette.requests import Request
 
 from tokenformer import hub
 from tokenformer.adapters import attach
 from tokenformer.cli.main import main
 from tokenformer.errors import UserError
 from tokenformer.infer import Engine, write_texts
+from tokenformer.serve.app import Service
 from tokenformer.serve.chat import read_template
 from tokenformer.serve.protocol import Refused
 
@@ -82,6 +85,19 @@ def test_the_key_the_chat_and_the_adapter_are_used(guarded, base):
             client.chat.completions.create(**words, tools=[{"type": "function", "function": {"name": "f"}}])
         with pytest.raises(openai.BadRequestError, match="role"):
             client.chat.completions.create(model="mine", messages=[{"role": "king", "content": "x"}])
+
+
+def test_a_host_that_older_starlette_takes_into_the_address_needs_the_key_too(monkeypatch):
+    """There, Host: x/health? makes http://x/health?/v1/completions of the address."""
+    service = Service(Engine(make_model(), vocab=257), BYTES, {"small": {}}, rows=1, key="secret")
+    monkeypatch.setattr(Request, "url", SimpleNamespace(path="/health"))
+    scope = {"type": "http", "path": "/v1/completions", "headers": [(b"host", b"x/health?")]}
+    try:
+        with pytest.raises(Refused, match="the API key is missing"):
+            service._check(Request(scope))
+        service._check(Request({**scope, "path": "/health"}))
+    finally:
+        service.batcher.close()
 
 
 def test_a_full_queue_is_429_and_sigterm_finishes_what_runs(guarded):

@@ -130,7 +130,7 @@ class Service:
             raise Refused("this server is for its own machine: call it by localhost", code="wrong_host", status=403)
         if origin is not None and origin.partition("://")[2] != host:
             raise Refused("pages of other sites may not use this server", code="wrong_origin", status=403)
-        if self.key is None or request.url.path in OPEN:
+        if self.key is None or request.scope["path"] in OPEN:  # url.path holds what older starlette finds in Host
             return
         given = request.headers.get("authorization", "")
         given = given[7:].strip() if given[:7].lower() == "bearer " else given
