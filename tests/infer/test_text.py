@@ -76,6 +76,14 @@ def test_a_stop_string_is_found_across_pieces_and_never_shown():
     assert text.text == "one ENx\ntwo"
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_the_stop_string_that_ends_first_cuts_however_many_ids_come_at_once(size):
+    text, ids = Piecewise(BYTES.decode, ["bcd", "abcde", "abcd"]), BYTES.encode("xabcdefgh")
+    assert "".join(text.add(ids[at : at + size]) for at in range(0, len(ids), size)) == text.text == "x"
+    text = Piecewise(BYTES.decode, ["bcd", "abcde"])
+    assert "".join(text.add(ids[at : at + size]) for at in range(0, len(ids), size)) == text.text == "xa"
+
+
 def test_all_prompts_are_checked_before_the_first_text(engine):
     for prompts, seeds, sentence in (
         (["a", "x" * 200], None, r"prompts\[1\] has 200 tokens"),

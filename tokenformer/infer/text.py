@@ -43,7 +43,7 @@ class TextResult(NamedTuple):
 
 
 class Piecewise:
-    """The text of a row while it grows, cut at the first stop string.
+    """The text of a row while it grows, cut at the stop string that ends first, however many ids come at once.
 
     >>> text = Piecewise(lambda ids: "".join(map(chr, ids)), ["END"])
     >>> text.add([72, 105, 69]), text.add([78]), text.add([68, 33]), text.text, text.stopped
@@ -62,9 +62,10 @@ class Piecewise:
             return ""
         self.ids.extend(ids)
         self._extend()
-        found = [at for at in (self.text.find(stop, self.given) for stop in self.stops) if at >= 0]
+        places = [(self.text.find(stop, self.given), len(stop)) for stop in self.stops]
+        found = [(at + length, at) for at, length in places if at >= 0]
         if found:
-            self.text, self.stopped = self.text[: min(found)], True
+            self.text, self.stopped = self.text[: min(found)[1]], True
         certain = len(self.text)
         if not (last or self.stopped):
             certain -= self._open()
