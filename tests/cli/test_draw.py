@@ -14,6 +14,7 @@ from tokenformer import LanguageModel, grow, load, save
 from tokenformer.cli.main import main
 from tokenformer.config import ModelConfig
 from tokenformer.data.text.tokenizer import ByteTokenizer
+from tokenformer.infer.draw import Drawer
 from tokenformer.infer.engine import Engine
 from tokenformer.infer.sampling import Sampling
 from tokenformer.ops.palette import Codes
@@ -106,6 +107,10 @@ def load_like(model: LanguageModel) -> LanguageModel:
     return other.eval()
 
 
+def test_a_text_may_fill_the_context_but_for_the_picture(model):
+    assert Drawer(model, ByteTokenizer()).draw(["x" * 46, "y"]).shape == (2, 4, 4, 3)
+
+
 def test_the_engine_reads_and_writes_added_ids_as_the_reference_does(model):
     """With ids that always count, tied and untied."""
     import dataclasses
@@ -124,7 +129,7 @@ def test_the_engine_reads_and_writes_added_ids_as_the_reference_does(model):
     [
         (["draw", "PLAIN", "a"], "no codes.safetensors beside it"),
         (["draw", "MODEL", " "], "a text is empty"),
-        (["draw", "MODEL", "x" * 60], "the text has 60 tokens, and 47 fit before a picture"),
+        (["draw", "MODEL", "x" * 47], "the text has 47 tokens, and 46 fit before a picture"),
         (["draw", "MODEL", "a", "--count", "0"], "--count is 0"),
         (["draw", "BROKEN", "a"], "should hold a palette"),
         (["draw", "MODEL", "a", "--guidance", "nan"], "guidance is nan: give a number, such as 2"),

@@ -32,8 +32,8 @@ class Drawer:
     def prompt(self, text: str) -> list[int]:
         """Return the ids before a picture: the end token, the text, and the id that begins one."""
         ids, count = self.tokenizer.encode(text), self.codes.side**2
-        if len(ids) + 2 + count > self.engine.context + 1:
-            most = self.engine.context - 1 - count
+        most = self.engine.context - 2 - count
+        if len(ids) > most:
             raise UserError(f"the text has {len(ids)} tokens, and {most} fit before a picture: shorten it")
         return [self.tokenizer.end_of_document, *ids, self.first]
 
