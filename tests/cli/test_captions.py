@@ -64,6 +64,17 @@ def test_json_lines_name_the_image_they_are_about(folder, capsys):
     assert [line["image"] for line in lines] == images and all(len(line["logprobs"]) <= 3 for line in lines)
 
 
+def test_the_logits_of_a_text_are_those_behind_its_image(folder, capsys, tmp_path):
+    keys = {"text_gen_type": "unconditional", "return_logits": True, "maximum_tokens": 6}
+    (tmp_path / "settings.yml").write_text(json.dumps(keys))
+    words = ["generate", str(folder), str(tmp_path / "settings.yml"), "--prompt", "Is it", "--logprobs"]
+    for name in ("egg", "potato"):
+        main([*words, "--image", str(FOOD / f"{name}.png")])
+        line = json.loads(capsys.readouterr().out)
+        best = [max(torch.tensor(row).log_softmax(0).tolist()) for row in line["logits"]]
+        assert best == pytest.approx(line["logprobs"], abs=1e-4) and best
+
+
 def test_a_text_without_an_image_is_measured_by_its_language_model(folder, capsys, tmp_path):
     (tmp_path / "text.txt").write_text("An egg is an egg, and a potato is none. " * 20)
     save(load(folder).text, tmp_path / "language", tokenizer_json=ByteTokenizer().to_json())

@@ -148,12 +148,17 @@ def stop_token(tokenizer: AnyTokenizer, word: str) -> int:
 def token_logits(
     engine: Engine, tokenizer: AnyTokenizer, result: TextResult, switches: Mapping[str, float] | None = None
 ) -> list[list[float]]:
-    """Return the logits that every new token was chosen from, by a full pass over the text with its `switches`."""
+    """Return the logits that every new token was chosen from, by a full pass over the text with its `switches`, behind
+    what the engine reads before it.
+    """
     weights = {name: torch.tensor(row) for name, row in engine.check_switches([switches], 1).items()}
     prompt = to_ids(tokenizer, result.context)
     packed, ids = engine.packed, torch.tensor([prompt + result.ids], device=engine.packed.device)
+    before, stop = engine.before, engine.before + ids.shape[1]
     with torch.no_grad():
-        cache = StaticCache(packed.config, 1, ids.shape[1], packed.device, packed.dtype)
+        cache = StaticCache(packed.config, 1, stop, packed.device, packed.dtype)
         weights = {name: row.to(packed.device) for name, row in weights.items()}
-        hidden = packed.hidden(ids, torch.arange(ids.shape[1], device=packed.device), cache, 0, weights)
+        if engine.prefix is not None:
+            packed.read(engine.prefix[None], cache, weights)
+        hidden = packed.hidden(ids, torch.arange(before, stop, device=packed.device), cache, before, weights)
         return packed.logits(hidden[0, len(prompt) - 1 : -1], weights).tolist()
