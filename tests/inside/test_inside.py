@@ -17,8 +17,10 @@ from tokenformer.config import ModelConfig
 from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.growth.measure import each_activation, segments
 from tokenformer.growth.shrink import remove_dead
-from tokenformer.inside import Tally, Token, ablate, explore
+from tokenformer.inside import Tally, Token, ablate, explore, record
 from tokenformer.inside.effects import direct_effects, real_effects, twins, vocabulary_effects
+from tokenformer.inside.learned import what_growth_learned
+from tokenformer.inside.page import growth_view, make_page
 from tokenformer.inside.tally import FIRES, unpack
 
 SHAPE = {"layers": 2, "dim": 32, "heads": 4, "context": 48, "vocab": 384}
@@ -178,6 +180,21 @@ def test_a_token_that_only_damps_the_others_is_not_dead(ids):
         model.blocks[0].ffn.segments[0].key_tokens[2] *= 1e4
     found = explore(model, [ids])
     assert not any(found.dead(where).any() for where in found.tables)
+
+
+def test_the_loss_without_the_newest_segments_is_a_mean_over_the_tokens_that_come_next(model, ids):
+    found = growth_view(what_growth_learned(model, ids), ids.flatten(), 384)
+    for mean, made in zip(found["mean"], (tokenformer.slice(model, segments=1), model), strict=True):
+        _, loss, count = made(ids[:, :-1], labels=ids[:, 1:])
+        assert mean == pytest.approx((loss / count).item(), rel=1e-4)
+    assert found["places"] and all(place % 40 < 39 and a > b for place, a, b in found["places"])
+
+
+def test_no_word_ends_the_script_that_holds_the_data_or_hides_its_end(model, ids):
+    words, cards = ["</script>", "<!--", "<script>", "a < b"], list(record.cards(model, explore(model, [ids]), 4))
+    page = make_page("Inside", [], cards, ids.flatten(), words.__getitem__, 4, {}, None)
+    data = page.split('type="application/json">')[1].split("</script>")[0]
+    assert "<" not in data and json.loads(data)["words"] == words
 
 
 def test_another_kind_of_model_and_a_token_that_is_not_there_are_refused(model, ids):

@@ -14,6 +14,7 @@ class Learned(NamedTuple):
     """`gain_T`: how much lower the loss of each place's next token is; with the newest segments, and without."""
 
     segments: int  # of the model without them
+    count: int  # of places that have a next token in their row
     with_T: Tensor
     without_T: Tensor
 
@@ -37,7 +38,8 @@ def what_growth_learned(model: Any, ids_BT: Tensor) -> Learned | None:
     most = max(len(layer) for layers in table(model.config).values() for layer in layers)
     if most < 2:
         return None
-    return Learned(most - 1, losses(model, ids_BT), losses(without_newest(model, segments=most - 1), ids_BT))
+    found = (losses(each, ids_BT) for each in (model, without_newest(model, segments=most - 1)))
+    return Learned(most - 1, ids_BT[:, 1:].numel(), *found)
 
 
 def words(learned: Learned, ids_T: Tensor, vocab: int) -> Tensor:

@@ -97,7 +97,7 @@ def growth_view(learned: Learned, ids_T: Tensor, vocab: int, most: int = 30) -> 
     """Return the vocabulary entries and the places whose loss fell most through the newest segments."""
     gain_W = words(learned, ids_T, vocab)
     best, worst = gain_W.topk(min(most, vocab)), (-gain_W).topk(min(most, vocab))
-    places = learned.gain_T.topk(min(most, len(ids_T))).indices
+    gains, places = learned.gain_T.topk(min(most, len(ids_T)))
     counts = torch.bincount(ids_T[1:].cpu(), minlength=vocab)
 
     def rows(ids: Tensor) -> list[list[float]]:
@@ -105,10 +105,10 @@ def growth_view(learned: Learned, ids_T: Tensor, vocab: int, most: int = 30) -> 
 
     return {
         "without": learned.segments,
-        "places": [[p, learned.without_T[p].item(), learned.with_T[p].item()] for p in places.tolist()],
+        "places": [[p, learned.without_T[p].item(), learned.with_T[p].item()] for p in places[gains > 0].tolist()],
         "best": rows(best.indices),
         "worst": rows(worst.indices),
-        "mean": [learned.without_T.mean().item(), learned.with_T.mean().item()],
+        "mean": [(part.sum() / learned.count).item() for part in (learned.without_T, learned.with_T)],
     }
 
 
@@ -134,6 +134,7 @@ def make_page(
         "shown": [HIGH, LOW],
     }
     template = string.Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
-    body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    # of a script even "<!--" and "<script" mean something
+    body = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     return template.substitute(title=html.escape(title), notes=said, data=body)
