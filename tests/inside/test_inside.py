@@ -200,6 +200,10 @@ def test_no_word_ends_the_script_that_holds_the_data_or_hides_its_end(model, ids
 def test_another_kind_of_model_and_a_token_that_is_not_there_are_refused(model, ids):
     with pytest.raises(UserError, match="only a TokenFormer for language can be explored"):
         explore(tokenformer.LanguageModel(ModelConfig(**SHAPE, kind="transformer")), [ids])
+    draws = tokenformer.grow(model, ffn_tokens=70, switch="draw")
+    for look in (lambda: explore(draws, [ids]), lambda: direct_effects(draws, ids[0, :-1], ids[0, 1:])):
+        with pytest.raises(UserError, match=r"under a switch \(draw\), which cannot be looked into"):
+            look()
     for token, said in ((Token(7, "ffn", 0), "has 2 layers"), (Token(0, "ffn", 64), "has 64 tokens")):
         with pytest.raises(UserError, match=said), ablate(model, [token]):
             pass

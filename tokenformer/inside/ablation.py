@@ -50,6 +50,16 @@ def find(model: Any, token: Token) -> tuple[Any, int, int]:
     raise UserError(f"{token} is not there: the model has {model.config.layers} layers, from 0 on")
 
 
+def refuse_switches(model: Any) -> None:
+    """Refuse a model whose segments do not all count in a text: what is measured would count those under a switch."""
+    names = sorted({name for _, _, layer in layers(model) for name in layer.switch if name})
+    if names:
+        raise UserError(
+            f"the model has segments under a switch ({', '.join(names)[:80]}), which cannot be looked into: merge "
+            "adapters, or take the model that was there before (tokenformer.slice)"
+        )
+
+
 @contextlib.contextmanager
 def ablate(model: Any, tokens: Iterable[Token | str], how: str = "value") -> Iterator[None]:
     """Switch tokens off, inside of the with block: `value` (they add nothing, the norm of the others stays) or `mask`

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.growth.measure import Where, layers
-from tokenformer.inside.ablation import Token, ablate
+from tokenformer.inside.ablation import Token, ablate, refuse_switches
 from tokenformer.models.layers import Norm
 
 
@@ -39,6 +39,7 @@ def through_norm(norm: Norm, written: Tensor) -> Tensor:
 @torch.no_grad()
 def direct_effects(model: Any, ids_T: Tensor, wanted_T: Tensor) -> Effects:
     """Return the direct effects on the logits of `wanted` at each position of a text that fits into the context."""
+    refuse_switches(model)
     active: dict[Where, Tensor] = {}
     stream: list[Tensor] = []
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenformer.errors import UserError
 from tokenformer.growth.measure import Where, mass, watching
+from tokenformer.inside.ablation import refuse_switches
 
 PLACES = 16  # that are kept of each token, strongest and most negative
 FIRES = 1.0  # the activation above which a token fires; under the L2 forms, one deviation of a row's scores
@@ -123,6 +124,7 @@ def explore(
     if model.config.of != "language" or model.config.kind != "tokenformer":
         what = f"{model.config.of} of kind {model.config.kind}"
         raise UserError(f"this is a model of {what}, but only a TokenFormer for language can be explored: give one")
+    refuse_switches(model)
     tally = tally or Tally()
     theta, places_T = model.config.theta, torch.empty(0)
 
