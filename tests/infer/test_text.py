@@ -1,5 +1,7 @@
 """Texts of prompts: stop strings, pieces, cut characters."""
 
+import time
+
 import pytest
 from small_models import make
 
@@ -82,6 +84,15 @@ def test_the_stop_string_that_ends_first_cuts_however_many_ids_come_at_once(size
     assert "".join(text.add(ids[at : at + size]) for at in range(0, len(ids), size)) == text.text == "x"
     text = Piecewise(BYTES.decode, ["bcd", "abcde"])
     assert "".join(text.add(ids[at : at + size]) for at in range(0, len(ids), size)) == text.text == "xa"
+
+
+def test_long_stop_strings_do_not_slow_down_a_long_text():
+    """A server's texts have one thread."""
+    text = Piecewise(BYTES.decode, ["x" * 100_000 + str(i) for i in range(16)])
+    begun = time.process_time()
+    for i in range(2000):
+        assert text.add([98 + i % 20])
+    assert time.process_time() - begun < 3
 
 
 def test_all_prompts_are_checked_before_the_first_text(engine):

@@ -95,7 +95,8 @@ class Piecewise:
         """Count the characters at the end that may still change: a cut one, or the beginning of a stop string."""
         whole = self.text.rstrip("�")
         held = len(self.text) - len(whole)
-        for size in range(min(len(whole), max(map(len, self.stops), default=1) - 1), 0, -1):
+        new = len(whole) - self.given  # no stop string begins in what was given out
+        for size in range(min(new, max(map(len, self.stops), default=1) - 1), 0, -1):
             if any(stop.startswith(whole[-size:]) for stop in self.stops):
                 return held + size
         return held
