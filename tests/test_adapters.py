@@ -144,6 +144,15 @@ def test_what_all_rows_share_cannot_be_chosen_for_each(folders):
     assert torch.equal(logits(model, switches={}), logits(make_base()))
 
 
+def test_what_moves_a_base_in_bf16_is_rounded_once(tmp_path):
+    base = make_base().to(torch.bfloat16)
+    folder = make_adapter(tmp_path / "norms", base, 3, also=("norm.weight", "norm.bias"))
+    model = tokenformer.attach(make_base().to(torch.bfloat16), folder, "norms")
+    for name, tensor in read_adapter(folder).tensors.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(model.get_parameter(name), tensor.to(torch.bfloat16))
+
+
 def test_an_adapter_without_segments_counts_too(tmp_path):
     base, plain = make_base(), logits(make_base())
     folder = make_adapter(tmp_path / "norms", base, 3, also=("norm.weight", "norm.bias"))

@@ -117,8 +117,8 @@ def attach(model: Any, folder: str | Path, name: str, *, average: bool = True) -
         layer, like = model.blocks[at.layer].get_submodule(at.part), held[at._replace(segment=0).text]
         _append(layer, like, adapter.tensors[at.text], adapter.tensors[at._replace(leaf="value_tokens").text], name)
     model.config = with_segments(model.config, sizes, name)
-    moved = {n: t.to(base[n]) for n, t in adapter.tensors.items() if n in base}
-    model.adapters = {**getattr(model, "adapters", {}), name: {n: t - base[n] for n, t in moved.items()}}
+    moved = {n: t.to(base[n].device) - base[n] for n, t in adapter.tensors.items() if n in base}  # in the wider type
+    model.adapters = {**getattr(model, "adapters", {}), name: moved}
     model.base_values = {**getattr(model, "base_values", {}), **{n: base[n].clone() for n in moved}}
     active(model, {**model.active, name: 1.0})
     return model
