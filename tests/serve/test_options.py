@@ -1,5 +1,6 @@
 """A server with everything: a key, a chat template, adapters, a short queue; ended by signals and started again."""
 
+import contextlib
 import json
 import os
 import re
@@ -96,6 +97,17 @@ def test_a_host_that_older_starlette_takes_into_the_address_needs_the_key_too(mo
         with pytest.raises(Refused, match="the API key is missing"):
             service._check(Request(scope))
         service._check(Request({**scope, "path": "/health"}))
+    finally:
+        service.batcher.close()
+
+
+def test_a_key_may_have_letters_of_any_alphabet():
+    service = Service(Engine(make_model(), vocab=257), BYTES, {"small": {}}, rows=1, key="schlüssel à")
+    try:
+        for key, right in (("schlüssel à", True), ("schlüssel", False)):
+            headers = [(b"host", b"x"), (b"authorization", f"Bearer {key}".encode())]
+            with contextlib.nullcontext() if right else pytest.raises(Refused, match="missing or wrong"):
+                service._check(Request({"type": "http", "path": "/v1/models", "headers": headers}))
     finally:
         service.batcher.close()
 

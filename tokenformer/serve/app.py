@@ -133,8 +133,8 @@ class Service:
         if self.key is None or request.scope["path"] in OPEN:  # url.path holds what older starlette finds in Host
             return
         given = request.headers.get("authorization", "")
-        given = given[7:].strip() if given[:7].lower() == "bearer " else given
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
+        given = given[7:].strip(" ") if given[:7].lower() == "bearer " else given
+        if not hmac.compare_digest(given.encode("latin-1"), self.key.encode()):  # the bytes that came
             raise Refused("the API key is missing or wrong", code="invalid_api_key", status=401)
 
     def _flush(self) -> None:
