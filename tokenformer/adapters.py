@@ -45,7 +45,10 @@ def digest(config: ModelConfig, tensors: Mapping[str, Tensor]) -> str:
 def base_of(model: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Return the config and the tensors of a model without the adapters that are attached to it."""
     attached, config = getattr(model, "adapters", {}), model.config
-    need(config.kind == "tokenformer" and not config.trunks, "the model has no parameter tokens that adapters add to")
+    need(
+        config.kind == "tokenformer" and not config.trunks,
+        f"a model of {config.of} ({config.kind}) has no adapters: language and image models of kind tokenformer do",
+    )
     rows = {w: [[s for s in own if s[2] not in attached] for own in layers] for w, layers in table(config).items()}
     config = with_table(config, rows)
     own = {name for name, _ in empty(config).named_parameters()}  # adapters come behind the base's segments

@@ -1,12 +1,15 @@
 """A language model that reads images on the command line: captions, questions, a conversation, figures, refusals."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.models.test_caption import IMAGE, larger
+from tests.train.conftest import child_environment
 from tokenformer import load, save
 from tokenformer.cli.main import main
 from tokenformer.config import ModelConfig
@@ -100,6 +103,16 @@ def test_without_an_image_it_is_the_language_model(folder, capsys):
     made = load(folder).text.generate(ids, 6)[0].tolist()
     made = made[: made.index(0)] if 0 in made else made
     assert capsys.readouterr().out.rstrip("\n") == ByteTokenizer().decode(made).rstrip("\n")
+
+
+def test_a_warning_is_a_sentence_that_names_no_code(folder, tmp_path):
+    (tmp_path / "images").symlink_to(ICONS / "val")
+    for name in ("val.csv", "more.csv"):
+        (tmp_path / name).write_text("image,caption\nimages/food/egg.png,egg\n")
+    command = [sys.executable, "-m", "tokenformer", "eval", str(folder), "--pairs", str(tmp_path), "--limit", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
+    line = next(line for line in done.stderr.splitlines() if "more.csv is of no part" in line)
+    assert done.returncode == 0 and line.startswith("tokenformer: ") and "warnings.warn" not in done.stderr
 
 
 def test_what_is_measured_counts_only_whole_images(folder, capsys, tmp_path):

@@ -211,6 +211,7 @@ def test_a_conversation_remembers_until_it_is_told_not_to(model, folder, monkeyp
         (["--prompt", "a", "--dtype", "float16", "--weights", "fp8"], "weights in fp8 are not computed in float16"),
         (["--prompt", "a", "--skip", "2"], "skip is 2: give the share of value tokens that is not read"),
         (["another-model", "--prompt", "a"], "one model too many"),
+        (["--image", "a.png"], "is a language model, which reads no images: leave --image out"),
     ],
 )
 def test_mistakes_are_one_sentence_and_nothing_is_written(folder, tmp_path, monkeypatch, capsys, arguments, sentence):
@@ -219,6 +220,12 @@ def test_mistakes_are_one_sentence_and_nothing_is_written(folder, tmp_path, monk
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversation_needs_an_open_standard_input(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it after `<&-`
+    assert main(["generate", str(folder / "ours"), "--interactive"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--top-p", "1.5"], ["--prompt", "a" * 200], ["--seed", str(1 << 63)]])

@@ -80,6 +80,14 @@ def test_weights_given_to_train_are_begun_with(config_file, tmp_path, capsys):  
     assert tokenformer.load(tmp_path / "run2").config == trained.config
     assert main(["train", str(run), "start=null", "growth=[]", "steps=1", "--out", str(tmp_path / "run3")]) == 0
     assert tokenformer.load(tmp_path / "run3").config != trained.config  # the first model of the plan
+    inside, copied = run / "checkpoints" / "step-00000004" / "model", tmp_path / "copied"
+    capsys.readouterr()
+    assert main(["train", str(inside), "steps=0", "--out", str(tmp_path / "run4")]) == 0  # as a run's log names it
+    assert "begins with the weights of" in capsys.readouterr().out
+    same = zip(tokenformer.load(tmp_path / "run4").parameters(), tokenformer.load(inside).parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in same)
+    shutil.copytree(inside, copied)
+    assert "holds no weights that we know" in refused(capsys, "train", copied, "steps=0", "--out", tmp_path / "run5")
     assert main(["train", str(run), "--resume", "steps=5"]) == 0 and main(["train", str(on), "--resume"]) == 0
     again = ["train", str(grown), *more, "--out", str(on), "--resume"]  # as a job script says it each time
     assert main(again) == 0

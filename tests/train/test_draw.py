@@ -1,6 +1,7 @@
 """Drawing the icons of examples/: learned, killed, resumed, grown, around a frozen language model; palettes."""
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from tests.train.conftest import result, same
 from tests.train.test_caption import ICONS, child_of, held_out_damage, language, train  # noqa: F401 (a fixture)
-from tokenformer import grow, save
+from tokenformer import attach, grow, save
 from tokenformer import load as load_model
 from tokenformer.cli.main import main
 from tokenformer.data.text.tokenizer import ByteTokenizer
@@ -79,6 +80,24 @@ def test_it_learns_by_heart_to_draw_what_a_text_says(file, tmp_path):
     assert (torch.from_numpy(guided).flatten(1, 2) == right).float().mean() > 0.8
 
 
+def test_an_adapter_learns_to_draw_and_draws_on_the_command_line(file, tmp_path):
+    """Only its tokens learn; with it another picture is drawn, and without it that of the base."""
+    train(file, tmp_path / "base", "checkpoint.every=0", "steps=2")
+    base = load_model(tmp_path / "base")
+    settings = ["task=draw", f"data.path={ICONS}", "adapter.ffn_tokens=16", "steps=3", "optimizer.rate=0.5"]
+    assert main(["train", str(tmp_path / "base"), *settings, "--out", str(tmp_path / "run")]) == 0
+    tuned = load_model(tmp_path / "base")
+    attach(tuned, tmp_path / "run", "run")
+    drawn = {}
+    with_run = ["--adapter", str(tmp_path / "run")]
+    for name, words in {"base": [], "tuned": with_run, "off": ["--adapter", f"{with_run[1]}=0"]}.items():
+        out = tmp_path / f"{name}.png"
+        assert main(["draw", str(tmp_path / "base"), "fox", "--out", str(out), "--temperature", "0", *words]) == 0
+        drawn[name] = out.read_bytes()
+    assert drawn["off"] == drawn["base"] != drawn["tuned"]
+    assert all(torch.equal(p, dict(tuned.named_parameters())[n]) for n, p in base.named_parameters())
+
+
 @pytest.mark.multi
 def test_killed_and_resumed_around_a_frozen_language_model_it_ends_in_the_same_bits(file, language, tmp_path):  # noqa: F811
     """The vocabulary of the language model grows first; what it says of texts stays what it was, bit for bit."""
@@ -140,6 +159,11 @@ def test_some_texts_are_left_out_in_training_and_none_in_validation(file, tmp_pa
     assert "" not in [run.task.held_out.sources[0].caption(0, epoch) for epoch in range(100)]
 
 
+def test_texts_that_are_cut_are_said(file, tmp_path, capsys):
+    train(file, tmp_path / "run", "model.context=70", "steps=0")  # 64 codes, and 6 tokens with the end
+    assert re.search(r"[1-9]\d* of the first 120 captions are longer than the 5 tokens", capsys.readouterr().out)
+
+
 def test_damaged_pictures_are_named_or_left_out(file, tmp_path):
     lines = ["image,caption", f"{ICONS}/train/food/avocado.png,avocado", "gone.png,gone"]
     (tmp_path / "bad.csv").write_text("\n".join(lines) + "\n")
@@ -156,7 +180,7 @@ def test_damaged_pictures_are_named_or_left_out(file, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["model.added_vocab=2"], r"has 2 added ids: grow a language model"),
+        (["model.added_vocab=2"], r"has 2 added ids: grow a language model .* to 3 or more"),
         (["model.added_switch=other"], "the switch 'other', but drawing gives 'draw'"),
         (["model.context=64"], "has 64 codes, but model.context is 64"),
         (["data.images.cutmix=1"], "data.images.cutmix is 1"),

@@ -145,7 +145,7 @@ def test_damaged_pairs_are_named_or_left_out_and_counted(file, tmp_path):
     lines = ["image,caption", f"{ICONS}/train/food/avocado.png,avocado", "gone.png,gone", f"{ICONS}/x.png,  "]
     (tmp_path / "bad.csv").write_text("\n".join([*lines, ",nothing"]) + "\n")
     bad = f"data.path={tmp_path / 'bad.csv'}"
-    with pytest.raises(UserError, match=r"^line 4 of .*bad.csv has no text in UTF-8: .* \(2 of 4\)"):
+    with pytest.raises(UserError, match=r"^line 4 of .*bad.csv has no caption: .* \(2 of 4\)"):
         train(file, tmp_path / "run", bad)
     (tmp_path / "bad.csv").write_text("\n".join(lines[:3]) + "\n")
     with pytest.raises(UserError, match=r"gone.png is damaged \(it cannot be read \(No such file or directory\)\)"):

@@ -10,6 +10,7 @@ seed + i.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from tokenformer.errors import UserError
@@ -29,6 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=int, metavar="N", help="pixels of the file per pixel of a picture (default: about 128 in all)")
     add("--batch", type=int, default=16, help="pictures at a time")
     add("--force", action="store_true", help="replace a file of that name")
+    add("--adapter", action="append", default=[], metavar="FOLDER[=WEIGHT]", help="attach one; may be given often")
     add("--tokenizer", help="a name, tokenizer.json or folder (default: the model's own)")
     add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     add("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
@@ -38,6 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     import numpy as np
 
+    from tokenformer.adapters import attach_all
     from tokenformer.data.images.decode import MOST_PIXELS, png
     from tokenformer.files import atomic_file, check_writable
     from tokenformer.hub.open import open_model
@@ -55,6 +58,8 @@ def run(args: argparse.Namespace) -> None:
     how = {"device": args.device, "dtype": args.dtype, "weights": args.weights}
     opened = open_model(args.source, tokenizer=args.tokenizer, **how)
     opened.need("language", "caption")
+    if args.adapter:
+        opened.prepare = partial(attach_all, words=args.adapter, average=args.weights != "raw")
     drawer = Drawer(opened.model.eval(), opened.tokenizer)
     side = drawer.codes.side
     scale = args.scale or max(1, 128 // side)

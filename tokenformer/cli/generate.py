@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int | None:
     talks = request.text_gen_type == "interactive"
     if talks and (args.logprobs or args.output_file):
         raise UserError("a conversation is shown as text: leave --logprobs and --output-file out")
+    if talks and sys.stdin is None:
+        raise UserError("standard input is closed, and a conversation reads it: leave --interactive out, or open it")
     if not talks and request.sample_output_file is not None:
         check_writable(request.sample_output_file, args.force)
     named = [Prompt(text, f"prompt {i}") for i, text in enumerate(args.prompt or [], 1)]
@@ -98,6 +100,8 @@ def run(args: argparse.Namespace) -> int | None:
         raise UserError(f"--batch is {args.batch}: give a number above 0")
     opened = open_model(source, configs, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
     opened.prepare = partial(attach_all, words=args.adapter)
+    if args.image and opened.config.of == "language":
+        raise UserError(f"{args.source[0]} is a language model, which reads no images: leave --image out")
     if args.image:
         opened.need("caption")
     tokenizer = opened.tokenizer
@@ -132,7 +136,8 @@ def about_images(engine, opened, do: Callable, args: argparse.Namespace, one: bo
     damaged = 0
     for number, pixels, _, damage in batches(images, dataclasses.replace(settings, damaged="skip"), size, 1):
         if damage:
-            print(f"tokenformer: {images.name(number)} is damaged ({damage[0]}): left out", file=sys.stderr)
+            what = "left out" if len(images) > 1 else "give another file"
+            print(f"tokenformer: {images.name(number)} is damaged ({damage[0]}): {what}", file=sys.stderr)
             damaged += 1
             continue
         look_at(engine, opened.model, pixels[0], settings)
@@ -236,7 +241,7 @@ def converse(engine, tokenizer, request, stop_ids: list[int], args: argparse.Nam
             if stopped():
                 print("stopped; Ctrl-C again leaves", file=sys.stderr)
             elif result.full:
-                print("the model's context is full: give fewer --tokens", file=sys.stderr)
+                print("the model's context is full: /new begins anew, fewer --tokens leave more room", file=sys.stderr)
 
 
 @contextlib.contextmanager

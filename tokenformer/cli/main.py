@@ -13,6 +13,7 @@ import os
 import re
 import select
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,8 +25,7 @@ from tokenformer.terminal import drop_output
 
 LONGEST = 1000  # characters of a message: a word of the command line or of a file may be of any length
 OF_THE_SYSTEM = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EIO}
-
-
+FORMAT = warnings.formatwarning
 ORDER = "info tokenizer prepare data train compare plot eval generate draw predict embed match grow shrink".split()
 ORDER += "explore edit".split()
 ORDER += "adapter serve pull convert plan slurm".split()
@@ -176,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a text may have letters that the terminal has not
+    warnings.formatwarning = one_line
     try:
         try:
             args, left = build_parser().parse_known_args(argv)
@@ -211,6 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"tokenformer: {said}: give smaller batches, or a device with more of it", file=sys.stderr)
         return 2
+
+
+def one_line(message: Warning | str, category: type[Warning], filename: str, *where: Any, **line: Any) -> str:
+    """Return what is printed of a warning: one of ours is a sentence, without the place of the code that says it."""
+    ours = category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[1])
+    return f"tokenformer: {message}\n" if ours else FORMAT(message, category, filename, *where, **line)
 
 
 def _output_fails() -> bool:

@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> None:
         save(args, opened, smaller)
         return
     if model.config.trunks and args.by == "energy":
-        raise UserError("what tokens of a pair do is not measured: give --by newest, and which trunk with --on")
+        what = f"what tokens of a model of {model.config.of} do is not measured"
+        raise UserError(f"{what}: give --by newest, and which trunk with --on")
     if args.images:
         opened.need("image")
     ids = text_ids(args.text, opened, args.tokens, args.field) if args.text else None

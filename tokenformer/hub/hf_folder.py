@@ -51,7 +51,7 @@ def save_hf(
     """
     of = model.config.of
     if of not in MAPS:
-        raise UserError(f"transformers has no class for a model of {of}: write one of our folders")
+        raise UserError(f"transformers has no class for a model of {of}: write one of our folders (--to ours)")
     if of == "pair" and tokenizer_json is None:
         raise UserError("a pair reads texts, and no tokenizer lies beside it: give the one it was trained with")
     ids, suppressed = _special_ids(tokenizer_json, model.config)

@@ -60,6 +60,8 @@ def find_source(name: str | Path) -> Path | HubName:
     where it looks like one; `hub:NAME[@REVISION]` or exactly `owner/model[@REVISION]`.
     """
     text, path = str(name), Path(name)
+    if path.name == "model" and is_file(path / "config.yml") and is_file(path.parent / "state.json"):
+        return path.parent  # the checkpoint whose model this is
     if is_file(path) or is_folder(path):
         return path
     if os.path.lexists(path):
@@ -196,7 +198,9 @@ class Opened:
         """Refuse a model of another kind than these, and say what can be done with it."""
         if self.config.of not in of:
             does = VERBS.get(self.config.of, f"give one of {of[0]}")
-            raise UserError(f"{self.source} is a model of {self.config.of}, but one of {of[0]} is needed here: {does}")
+            raise UserError(
+                f"{self.source} is a model of {self.config.of}, but one of {' or '.join(of)} is needed here: {does}"
+            )
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
@@ -359,7 +363,7 @@ def means_weights(name: str | Path) -> bool:
     found = find_source(name)
     if isinstance(found, HubName) or not is_folder(found):
         return isinstance(found, HubName) or found.suffix in WEIGHTS
-    held = ("model*.safetensors", "checkpoints/step-*", "pytorch_model.bin", "latest")
+    held = ("model*.safetensors", "shard-*.safetensors", "checkpoints/step-*", "pytorch_model.bin", "latest")
     return not is_file(found / "config.yml") or any(any(found.glob(pattern)) for pattern in held)
 
 

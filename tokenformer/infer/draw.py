@@ -27,7 +27,7 @@ class Drawer:
         language = model.get_submodule((model.config.language_prefix or "").removesuffix("."))
         self.codes, self.tokenizer, self.first = model.codes, tokenizer, language.config.vocab
         self.engine = Engine(language, vocab=tokenizer.vocab_size, **engine)
-        self.switches = {SWITCH: 1.0} if SWITCH in self.engine.names else {}
+        self.switches = {**language.active, SWITCH: 1.0} if SWITCH in self.engine.names else None
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids before a picture: the end token, the text, and the id that begins one."""

@@ -52,7 +52,7 @@ class DrawTask(TextsTask):
             raise UserError(
                 f"task is draw, but the model (of {language.of}) has {language.added_vocab} added ids: grow a language "
                 f"model by `tokenformer grow MODEL{where} --vocab N --switch draw`, an id for each colour and one that "
-                "begins pictures, or set model.added_vocab"
+                "begins pictures, or set model.added_vocab to 3 or more"
             )
         if language.added_switch not in ("", SWITCH):
             raise UserError(f"the added ids have the switch '{language.added_switch}', but drawing gives '{SWITCH}'")
@@ -111,8 +111,10 @@ class DrawTask(TextsTask):
         return found.loss_sum, found.count
 
     def switches(self, model: Any, batch: int) -> dict[str, Tensor] | None:
-        names = model.config.trunk(self.on).switch_names()
-        return {SWITCH: torch.ones(batch, device=self.device)} if SWITCH in names else None
+        if SWITCH not in model.config.trunk(self.on).switch_names():
+            return None
+        counts = {**model.active, SWITCH: 1.0}  # an adapter that is trained counts, too
+        return {name: torch.full((batch,), weight, device=self.device) for name, weight in counts.items()}
 
     def measures(self, model: Any) -> dict[str, float]:
         """Return the loss, and the bits of a code: what a held-out picture costs, given its caption."""

@@ -62,10 +62,10 @@ def check(config: Config, stages: Sequence[GrowthStage]) -> None:
     if config.train.freeze == "none":
         return
     on = config.model.language_prefix
-    need(on is not None, f"train.freeze is language, but the model is of {config.model.of}: leave it out")
+    need(on is not None, f"train.freeze is language, but the model is of {config.model.of}: set train.freeze=none")
     need(
         config.adapter is None,
-        "train.freeze and adapter are both given, and an adapter freezes its base: leave one out",
+        "train.freeze is language, but an adapter freezes its base itself: set train.freeze=none",
     )
     given, names = _given(config), config.model.trunk(on or "").switch_names()
     need(

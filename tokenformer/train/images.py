@@ -4,6 +4,7 @@ what is written of them beside the weights.
 
 import functools
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from tokenformer.data.text.tokenizer import load_tokenizer, padded_vocab, with_e
 from tokenformer.errors import UserError
 from tokenformer.parallel.mesh import Place
 from tokenformer.train.task import Task
+
+MOST_MEASURED = 256  # texts whose lengths are looked at, at first
 
 
 class ImageTask(Task):
@@ -96,10 +99,23 @@ class TextsTask(ImageTask):
         source = functools.partial(source, size=self.size, seed=c.seed, drop=self.drop)
         self.pairs, held = open_pair_parts(c.data)
         self.loader = source_loader(c.data, source(self.pairs, training=True), self.batch, **self.cut)
+        self.check_lengths()
         held = some_of(held, self.held_out_samples)
         if len(held):
             self.held_out = source_loader(c.data, source(held, training=False), len(held), **self.cut)
             self.held_pairs = pairs_of(held)
+
+    def check_lengths(self) -> None:
+        """Say if some of the first texts are cut, as they are longer than their place."""
+        whole = pairs_of(self.pairs)
+        texts = [text for i in range(min(len(whole), MOST_MEASURED)) for text in whole.captions(i)[:1]]
+        cut = sum(len(self.tokenizer.encode(text)) >= self.context for text in texts)
+        if cut:
+            warnings.warn(
+                f"{cut:,} of the first {len(texts):,} captions are longer than the {self.context - 1} tokens that they "
+                "have room for, and are cut: give a longer context",
+                stacklevel=2,
+            )
 
     def first_held_out(self) -> dict[str, Any]:
         """Return the first held-out micro-batch, on the device; what is damaged in it counts in no figure."""

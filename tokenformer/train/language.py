@@ -28,7 +28,9 @@ class LanguageTask(Task):
         if config.train.drop_path:
             raise UserError(f"train.drop_path is {config.train.drop_path}, but this is no image model: remove it")
         if config.train.freeze != "none":
-            raise UserError("train.freeze is language, and text has no switch: nothing would learn: leave it out")
+            raise UserError(
+                "train.freeze is language, and text has no switch: nothing would learn: set train.freeze=none"
+            )
         check_switches(config)
         self.tokenizer, self.loader, self.held_out = training_text(config, **self.cut)
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from tokenformer.config_data import DataConfig, ImagesConfig
 from tokenformer.data.images.captions import PairSource
 from tokenformer.data.images.decode import Damaged
-from tokenformer.data.images.pairs import open_pairs, pairs_of
+from tokenformer.data.images.pairs import open_pair_parts, open_pairs, pairs_of
 from tokenformer.data.text.tokenizer import ByteTokenizer
 from tokenformer.errors import UserError
 
@@ -113,6 +114,8 @@ def test_a_tar_with_incomplete_pairs(tmp_path):
         ("image,caption\na.png,a dog, and a cat\n", "line 2 of .* has more cells than the first line: put quotes"),
         ("image,caption,caption\na.png,a dog,a cat\n", "has several columns 'caption': rename all but one"),
         ("image,caption\n", r"train.csv has no pairs of images and texts: check data.path"),
+        ("", r"train.csv is empty: write the columns image and caption"),
+        ("image,caption\na.png,\n", r"^line 2 of .*train.csv has no caption: mend or remove it, .* \(1 of 1\)"),
         ("image,caption\n,a dog\n", r"^line 2 of .*train.csv has no image: mend or remove it, .* \(1 of 1\)"),
     ],
 )
@@ -150,6 +153,15 @@ def test_two_ways_to_write_a_path_are_one_image_and_lines_end_at_newlines(tmp_pa
     (tmp_path / "train.csv").unlink()
     (tmp_path / "train.jsonl").write_text('{"image": "a.png", "caption": "a\u2028b"}\r\n')
     assert pairs_of(open_pairs(DataConfig(path=str(tmp_path)), "train")).captions(0) == ["a b"]
+
+
+def test_an_image_of_both_parts_is_named_as_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fox = ICONS / "train" / "animals" / "fox.png"
+    for part in ("train", "val"):
+        (tmp_path / f"{part}.csv").write_text(f"image,caption\n{fox},a fox\n")
+    with pytest.raises(UserError, match=f"^{re.escape(str(fox))} is trained on and validated on: give other images"):
+        open_pair_parts(DataConfig(path=str(tmp_path)))
 
 
 def test_files_of_another_kind_that_are_not_read_are_said(tmp_path):

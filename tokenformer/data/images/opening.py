@@ -41,7 +41,7 @@ def open_part(data: DataConfig, part: Part, open_path: Callable[[str, Part | Non
     settings = data.images or ImagesConfig()
     if not isinstance(data.path, str):
         what = "is missing" if data.path is None else "is a blend"
-        raise UserError(f"data.path {what}: give the path of one image set")
+        raise UserError(f"data.path {what}: give the path of one set of images")
     if part != "test" and settings.hold_back:
         return _held_back(open_path(data.path, "train"), settings.hold_back, part)
     if part != "train" and settings.validation:
@@ -70,7 +70,7 @@ def _shared(train: Images, held: Images) -> str | None:
         if os.path.commonpath(roots) not in roots:  # neither folder is, or lies in, the other
             return None
         first, second = (
-            {root + images.name(i).removeprefix(images.root) for i in range(len(images))}
+            {os.path.join(root, images.name(i)[len(os.path.join(images.root, "")) :]) for i in range(len(images))}
             for root, images in zip(roots, (train, held), strict=True)
         )
         return min(first & second, default=None)

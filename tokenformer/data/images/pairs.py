@@ -132,7 +132,7 @@ def _joined(rows: list[tuple[Path, tuple[str, str, list[str]]]], first: str, set
     missing = []
     for folder, (where, name, found) in rows:
         if not name or not found:
-            missing.append(f"{where} has no {'text in UTF-8' if name else 'image'}")
+            missing.append(f"{where} has no {'caption' if name else 'image'}")
         else:
             captions.setdefault(os.path.normpath(os.path.join(folder, name)), []).extend(found)
     _report(len(missing), missing[0] if missing else "", len(captions), first, settings)
@@ -189,6 +189,8 @@ def _json_rows(name: str, image: str, caption: str) -> Iterator[tuple[str, str, 
 
 
 def _check_columns(name: str, columns: list[str], image: str, caption: str) -> None:
+    if not columns:
+        raise UserError(f"{name} is empty: write the columns {image} and {caption}")
     for column, what in ((image, "image"), (caption, "caption")):
         if columns.count(column) > 1:
             raise UserError(f"{name} has several columns '{column}': rename all but one")
