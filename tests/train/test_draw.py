@@ -50,6 +50,14 @@ def file(tmp_path) -> Path:
     return tmp_path / "draw.yml"
 
 
+def two_icons(folder: Path) -> Path:
+    """Write a table of two icons, which lie beside it: their order depends on their paths from it."""
+    for name in ("avocado", "carrot"):
+        shutil.copy(ICONS / "train" / "food" / f"{name}.png", folder)
+    (folder / "two.csv").write_text("image,caption\navocado.png,avocado\ncarrot.png,carrot\n")
+    return folder / "two.csv"
+
+
 class Dying(DrawTask):
     """Kills its process in step 5, between two micro-batches."""
 
@@ -64,9 +72,7 @@ class Dying(DrawTask):
 
 def test_it_learns_by_heart_to_draw_what_a_text_says(file, tmp_path):
     """Two icons: each text gives its own, pixel by pixel, in the colours of the palette."""
-    rows = [f"{ICONS}/train/food/{name}.png,{name}" for name in ("avocado", "carrot")]
-    (tmp_path / "two.csv").write_text("\n".join(["image,caption", *rows]) + "\n")
-    heart = [f"data.path={tmp_path / 'two.csv'}", "data.images.flip=0", "steps=100", "checkpoint.every=0"]
+    heart = [f"data.path={two_icons(tmp_path)}", "data.images.flip=0", "steps=100", "checkpoint.every=0"]
     run = train(file, tmp_path / "run", *heart, "optimizer.rate=1e-2", "micro_batch=8", "model.init=zero")
     model = load_model(tmp_path / "run").eval()
     drawer = Drawer(model, ByteTokenizer())
@@ -124,10 +130,8 @@ def test_killed_and_resumed_around_a_frozen_language_model_it_ends_in_the_same_b
     assert growth["losses"][0] == pytest.approx(growth["losses"][1], rel=1e-5)
     assert (tmp_path / "run" / "samples" / "6" / "drawings.png").read_bytes()[:4] == b"\x89PNG"
     # a run that starts with these weights draws in their colours, whatever its own pictures are
-    rows = [f"{ICONS}/train/food/{name}.png,{name}" for name in ("avocado", "carrot")]
-    (tmp_path / "two.csv").write_text("\n".join(["image,caption", *rows]) + "\n")
     save(model, tmp_path / "drawn")
-    settings = (f"data.path={tmp_path / 'two.csv'}", "steps=1")
+    settings = (f"data.path={two_icons(tmp_path)}", "steps=1")
     config = read_config(tmp_path / "recipe.yml", tmp_path / "drawn", overrides=settings)
     file.write_text(to_yaml(config))
     more = train(file, tmp_path / "more")
