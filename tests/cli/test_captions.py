@@ -154,6 +154,10 @@ def test_a_text_that_was_cut_is_not_called_whole(folder):
             ["edit", "MODEL", "--mute", "0:ffn:1", "--out", "OUT"],
             "is a model of caption, but one of language is needed",
         ),
+        (
+            ["generate", "MODEL", "--image", "EGG", "--prompt", "a" * 60],
+            "has 61 tokens, the model's context is 59 behind the image: shorten it",
+        ),
     ],
 )
 def test_what_is_refused(folder, tmp_path, capsys, words, said):

@@ -176,7 +176,8 @@ class Engine:
             if not row:
                 raise UserError(f"{name} has no tokens: begin with the token that ends a document")
             if len(row) + new > self.context:
-                raise UserError(f"{name} has {len(row):,} tokens, the model's context is {self.context:,}: shorten it")
+                room = f"the model's context is {self.context:,}{' behind the image' * bool(self.before)}"
+                raise UserError(f"{name} has {len(row):,} tokens, {room}: shorten it")
             known = self.choices(adds)
             for strange in (id for id in row if not any(id in some for some in known)):
                 ranges = " and ".join(f"{some.start} to {some.stop - 1:,}" for some in known)
