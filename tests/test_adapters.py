@@ -227,7 +227,7 @@ def test_names_and_weights_that_cannot_be(folders):
         (lambda: logits(model, switches={"b": torch.ones(3)}), "no adapter or switch 'b': there are a"),
         (lambda: logits(model, switches={"a": 0.5}), "needs one weight per sample: give a tensor of 3 numbers"),
         (lambda: logits(model, switches={"a": torch.ones(2)}), "needs one weight per sample"),
-        (lambda: tokenformer.attach(other, folders["a"], "a"), "no parameter tokens"),
+        (lambda: tokenformer.attach(other, folders["a"], "a"), r"of language \(llama\) has no adapters"),
     ):
         with pytest.raises(UserError, match=said):
             action()

@@ -256,7 +256,7 @@ def test_features_in_a_file_and_images_found_by_texts(folder, tmp_path, capsys):
             ["shrink", "MODEL", "--ratio", "0.5", "--images", "ICONS", "--on", "image.", "--out", "x"],
             "give --by newest",
         ),
-        (["generate", "MODEL", "--prompt", "a"], "is a model of pair, but one of language is needed here"),
+        (["generate", "MODEL", "--prompt", "a"], "is a model of pair, but one of language or caption is needed here"),
         (["plan", "pair/b16", "--gpus", "8"], "layouts are planned for models of language and image"),
     ],
 )

@@ -177,8 +177,11 @@ def test_two_processes_share_the_images(place, tmp_path):
     [
         (["predict", "language", "set"], "is a model of language, but one of image is needed here: `tokenformer gen"),
         (["eval", "language", "--images", "set"], "is a model of language, but one of image is needed here"),
-        (["eval", "model", "--text", "text"], "is a model of image, but one of language is needed here: `tok"),
-        (["generate", "model", "--prompt", "a"], "is a model of image, but one of language is needed here"),
+        (
+            ["eval", "model", "--text", "text"],
+            "is a model of image, but one of language or caption is needed here: `tok",
+        ),
+        (["generate", "model", "--prompt", "a"], "is a model of image, but one of language or caption is needed here"),
         (["predict", "model", "nothing.png"], "there is no image and no folder nothing.png"),
         (["predict", "model", "model"], "model has no images (jpg, jpeg"),
         (["predict", "model", "set", "--top", "0"], "--top is 0: give 1 or more"),

@@ -240,7 +240,7 @@ def test_what_is_no_language_model_is_refused(tmp_path, capsys):
     image.images = {"classes": ["a", "b"], "mean": [0.5] * 3, "std": [0.5] * 3}
     hub.save(image, tmp_path / "image")
     assert main(["serve", str(tmp_path / "image"), "--port", "0"]) == 2
-    assert "is a model of image, but one of language is needed" in capsys.readouterr().err
+    assert "is a model of image, but one of language or caption is needed" in capsys.readouterr().err
 
 
 def test_a_chat_template_cannot_leave_its_sandbox(tmp_path):
