@@ -113,12 +113,14 @@ def test_the_kernels_compile_for_hopper_as_they_are_meant(name):
     types = {n: t for t, names in TYPES.items() for n in names.split()} | own
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    whole = [i for i, n in enumerate(names) if signature[n].startswith("*") or n in ("count", "slots", "E")]
+    by_sixteen = [n for n in names if signature[n] == "i32" and n != "batch"] + [
+        n for n in names if signature[n][0] == "*"
+    ]
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(n),): value for n, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in whole},
+        attrs={(i,): [["tt.divisibility", 16]] for i in map(names.index, by_sixteen)},
     )
     options = {"num_warps": 8 if one or called == "_values_kept" else 4, "num_stages": 4, "launch_pdl": True}
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

@@ -245,7 +245,8 @@ class TokenFormerLanguageModel(TokenFormerPreTrainedModel):
                     "the model so, or leave it out"
                 )
             more["kept_weights"] = weights
-        if self.training and torch.is_grad_enabled() and self.is_gradient_checkpointing:
+        recomputed = any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+        if self.training and torch.is_grad_enabled() and recomputed:  # the property of transformers warns since 5.23
             use_cache = False
             if past is not None:  # backward would fill it a second time
                 raise UserError("gradient checkpointing cannot fill past_key_values: leave the cache out in training")
