@@ -36,14 +36,15 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parents[1]
 ROOMS = ("ops", "models", "growth", "data", "train", "parallel")
-LEFT_OUT = ("kernels", "page.py", "plot.py", "loggers.py")  # for a GPU, or for somebody who looks
-TESTS = [
-    *(f"tokenformer/{room}" for room in ROOMS),
-    *(f"tests/{room}" for room in ROOMS),
-    *(f"tests/cli/test_{verb}.py" for verb in "data grow shrink train prepare tokenizer info_convert".split()),
-    *"tests/infer/test_engine.py tests/hub/test_official.py tests/hub/test_folder.py tests/test_config.py".split(),
-    *"tests/hub/test_tools.py tests/test_before.py".split(),
-]
+LEFT_OUT = ("kernels", "kernel_step.py", "page.py", "plot.py", "loggers.py")  # for a GPU, or for somebody who looks
+TESTS = {  # beside those in the folder of a room; "": of all in ROOMS
+    "": "cli/test_{data,grow,shrink,train,prepare,tokenizer,info_convert}.py infer/test_engine.py test_config.py"
+    " hub/test_{official,folder,tools}.py test_before.py",
+    "infer": "cli/test_{generate,captions,pairs,draw,predict}.py",
+    "eval": "cli/test_{eval,captions,pairs,predict}.py",
+    "adapters.py": "test_adapters.py cli/test_adapter.py",
+}
+SLOW = ("tests/infer/test_kernels.py", "tests/serve/test_load.py")  # Triton's interpreter, and what only load shows
 BY_CASE = ("tests/parallel/test_equal.py", "tests/parallel/test_tokens.py")  # all of their runs at once take minutes,
 CASES = (  # so these alone are run, each by itself
     *"token2-adamw theta-softmax theta-gelu_l2_norm shard2-muon pipeline2-adamw pipeline2-interleaved-muon".split(),
@@ -80,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=150, help="bugs, equally many per room")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), help="folders of the package")
+    parser.add_argument("--rooms", nargs="+", default=list(ROOMS), help="folders or files of the package")
     parser.add_argument("--seconds", type=float, default=60, help="of tests per bug, as long as they take without it")
     parser.add_argument("--out", default="mutants.jsonl", help="one JSON line per bug")
     args = parser.parse_args()
@@ -91,7 +92,7 @@ def main() -> int:
         tree = plant_tree(Path(work) / "tree")
         reach = out.with_suffix(".reach.jsonl")
         if not reach.exists():
-            find_reach(tree, Path(work), reach)
+            find_reach(tree, Path(work), reach, args.rooms)
         tests = [json.loads(line) for line in reach.read_text(encoding="utf-8").splitlines()]
         for module in LOADED.split():
             importlib.import_module(module)
@@ -117,8 +118,9 @@ def draw(rooms: list[str], count: int, chance: random.Random) -> list[Mutant]:
     chosen: list[Mutant] = []
     for i, room in enumerate(rooms):
         kinds: dict[str, list[tuple]] = {}
-        for path in sorted((HERE / "tokenformer" / room).rglob("*.py")):
-            if not any(part in LEFT_OUT for part in path.relative_to(HERE / "tokenformer" / room).parts):
+        root = HERE / "tokenformer" / room
+        for path in [root] if root.is_file() else sorted(root.rglob("*.py")):
+            if not any(part in LEFT_OUT for part in path.relative_to(root.parent).parts[1:]):
                 for what, node, new, where in changes(ast.parse(path.read_text(encoding="utf-8"))):
                     kinds.setdefault(what, []).append((path, node, new, where))
         while len(chosen) < count * (i + 1) // len(rooms):
@@ -237,15 +239,28 @@ def environment(tree: Path, tests: list[str]) -> dict[str, str]:
     return found | ({"ONLY": " ".join(cases)} if cases else {})
 
 
-def find_reach(tree: Path, work: Path, reach: Path) -> None:
-    """Runs all tests once, in a tree whose processes mark the statements that they execute."""
+def tests_of(rooms: list[str]) -> list[str]:
+    """Of each room the doctests, its tests, and what else is its own. ROOMS are tested together."""
+    old = [*ROOMS, ""] if set(rooms) & set(ROOMS) else []
+    found: list[str] = []
+    for room in [*old, *(room for room in rooms if room not in old)]:
+        found += [f"tokenformer/{room}", f"tests/{room}"] * bool(room)
+        for name in TESTS.get(room, "").split():
+            before, many, after = re.fullmatch(r"([^{]*)(?:{(.*)})?(.*)", name).groups()
+            found += [f"tests/{before}{one}{after}" for one in (many or "").split(",")]
+    return [name for name in dict.fromkeys(found) if (HERE / name).exists()]
+
+
+def find_reach(tree: Path, work: Path, reach: Path, rooms: list[str]) -> None:
+    """Runs their tests once, in a tree whose processes mark the statements that they execute."""
     marks = work / "marks"
     marks.write_bytes(bytes(200_000))
     settings = {"REACHED": str(marks), "TORCH_COMPILE_DISABLE": "1"}  # a mark would end a graph
     how = [sys.executable, "-m", "pytest", "-p", "tests.reach", "-p", "no:cacheprovider", "--tb=line"]
-    how += ["-m", "not slow and not gpu and not hosts"]
-    for case in (None, *CASES):
-        which = [*TESTS, *(f"--ignore={file}" for file in BY_CASE)] if case is None else [*BY_CASE, "-k", f"[{case}"]
+    how += ["-m", "not slow and not gpu and not hosts and not browser"]
+    tests = [*tests_of(rooms), *(f"--ignore={file}" for file in (*BY_CASE, *SLOW))]
+    for case in (None, *(CASES if set(rooms) & set(ROOMS) else ())):
+        which = tests if case is None else [*BY_CASE, "-k", f"[{case}"]
         more = {} if case is None else {"ONLY": case}
         subprocess.run(
             [*how, *which], cwd=tree, env={**os.environ, **environment(tree, []), **settings, **more}, check=False
