@@ -254,7 +254,7 @@ def tests_of(rooms: list[str]) -> list[str]:
 def find_reach(tree: Path, work: Path, reach: Path, rooms: list[str]) -> None:
     """Runs their tests once, in a tree whose processes mark the statements that they execute."""
     marks = work / "marks"
-    marks.write_bytes(bytes(200_000))
+    marks.write_bytes(bytes(400_000))  # 1,000 for each file
     settings = {"REACHED": str(marks), "TORCH_COMPILE_DISABLE": "1"}  # a mark would end a graph
     how = [sys.executable, "-m", "pytest", "-p", "tests.reach", "-p", "no:cacheprovider", "--tb=line"]
     how += ["-m", "not slow and not gpu and not hosts and not browser"]
