@@ -42,7 +42,7 @@ TESTS = {  # beside those in the folder of a room; "": of all in ROOMS
     " hub/test_{official,folder,tools}.py test_before.py",
     "infer": "cli/test_{generate,captions,pairs,draw,predict}.py",
     "eval": "cli/test_{eval,captions,pairs,predict}.py",
-    "adapters.py": "test_adapters.py cli/test_adapter.py",
+    "adapters.py": "test_adapters.py hub/test_{adapter_folder,hf_adapters}.py cli/test_adapter.py",
 }
 SLOW = ("tests/infer/test_kernels.py", "tests/serve/test_load.py")  # Triton's interpreter, and what only load shows
 BY_CASE = ("tests/parallel/test_equal.py", "tests/parallel/test_tokens.py")  # all of their runs at once take minutes,

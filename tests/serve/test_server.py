@@ -82,6 +82,12 @@ def test_a_stream_has_the_same_text_stops_and_probabilities(client, engine):
         assert top[token] == logprob == max(top.values()) and len(top) == 3
 
 
+def test_the_tokens_of_a_stream_come_with_their_text_not_behind_it(client):
+    words = {"model": "small", "prompt": "Once", "max_tokens": 20, "temperature": 0, "logprobs": 0}
+    pieces = [part.choices[0] for part in client.completions.create(**words, stream=True)]
+    assert len(pieces) > 2 and all("".join(piece.logprobs.tokens) == piece.text for piece in pieces)
+
+
 def test_echo_gives_the_prompt_with_its_probabilities(client, engine, model):
     prompt, ids = "Zwölf €", BYTES.encode("Zwölf €")
     found = client.completions.create(model="small", prompt=prompt, max_tokens=0, echo=True, logprobs=1)
@@ -101,6 +107,13 @@ def test_echo_gives_the_prompt_with_its_probabilities(client, engine, model):
     assert [at for part in parts if part.choices[0].logprobs for at in part.choices[0].logprobs.text_offset] == offsets
     more = client.completions.create(model="small", prompt=prompt, max_tokens=5, echo=True, temperature=0)
     assert more.choices[0].text == prompt + alone(engine, prompt, 5).text
+
+
+def test_each_of_several_choices_has_the_scored_tokens_of_its_own_prompt(client):
+    words = {"model": "small", "prompt": ["Up", "Down"], "n": 2, "echo": True, "logprobs": 0, "temperature": 0}
+    choices = client.completions.create(**words, max_tokens=1, extra_body={"return_token_ids": True}).choices
+    assert [choice.logprobs.tokens[:-1] for choice in choices] == [["U", "p"]] * 2 + [["D", "o", "w", "n"]] * 2
+    assert [choice.prompt_token_ids for choice in choices] == [BYTES.encode(p) for p in ("Up", "Up", "Down", "Down")]
 
 
 def test_a_prompt_of_the_whole_context_can_be_scored(client, engine):
