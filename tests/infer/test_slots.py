@@ -70,6 +70,21 @@ def test_a_text_may_fill_the_context_while_its_neighbours_leave(tokenformer_mode
         assert [t.id for t in found[text]] == engine.generate([text.ids], n)[0].ids
 
 
+def test_a_captured_step_is_replayed_for_every_token_and_capturing_makes_none(monkeypatch, tokenformer_model):
+    """CUDA graphs, for which plain calls stand here: a warm-up that computes, then a capture that computes nothing."""
+    engine = Engine(tokenformer_model)
+    slots, captured = Slots(engine, 3, True), []
+    monkeypatch.setattr("tokenformer.infer.slots.warm_up", lambda work: [work() for _ in range(3)])
+    monkeypatch.setattr("tokenformer.infer.slots.capture", lambda work, pool: captured.append(work) or work)
+    monkeypatch.setattr(engine, "graph", True)
+    wanted = [(Text([i + 1, 7], seed=i, sampling=how), 5 + i) for i, how in enumerate(HOWS)]
+    found = run(slots, wanted, seed=4, lag=1)
+    monkeypatch.setattr(engine, "graph", False)
+    for text, n in wanted:
+        assert [t.id for t in found[text]] == engine.generate([text.ids], n, text.sampling, seeds=[text.seed])[0].ids
+    assert 1 < len(captured) == len(slots._replays) < sum(n for _, n in wanted)
+
+
 def test_a_prompt_that_is_given_up_leaves_its_row_to_others(tokenformer_model):
     engine = Engine(tokenformer_model, chunk=4)
     slots = Slots(engine, 2)

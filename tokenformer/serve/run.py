@@ -19,8 +19,8 @@ class Address(NamedTuple):
 
     host: str
     port: int
-    key: str | None = None
-    open: bool = False
+    key: str | None
+    open: bool
 
     @property
     def loopback(self) -> bool:
