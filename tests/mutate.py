@@ -1,15 +1,16 @@
 """Plant random bugs, one at a time, and see whether the tests notice.
 
     nice python tests/mutate.py --count 150 --seed 1 --out mutants.jsonl
+    nice python tests/mutate.py --rooms infer serve inside eval adapters.py --count 50 --seconds 30 --out others.jsonl
 
 A bug is a small change of the syntax tree: a comparison or an operator for another, a number off by one, a condition
 negated, two arguments swapped, a statement left out. What cannot be a bug (messages, types, time-outs) is not drawn.
 
 First the tests run once in a copy of the tree and say which statements each of them reaches (reach.py). This takes
-some 15 minutes and is kept beside --out. Then each bug is planted in that copy, and the tests that reach its statement
-run, the quickest first, until one fails or their time is over: in a process forked from this one, which has torch
-loaded. A test that failed counts if, by itself, it fails with the bug and passes without. Run again with the same
---out, it goes on where it stopped.
+some 15 minutes (in the second line 5) and is kept beside --out: other rooms need another name. Then each bug is planted
+in that copy, and the tests that reach its statement run, the quickest first, until one fails or their time is over: in
+a process forked from this one, which has torch loaded. A test that failed counts if, by itself, it fails with the bug
+and passes without. Run again with the same --out, it goes on where it stopped.
 
 Unusual: this is no test, and takes an hour or two of one core. Read the survivors: some are no bugs, the others want
 a test. `mutants.md` tells what was found.
