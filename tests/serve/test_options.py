@@ -24,6 +24,7 @@ from tokenformer.infer import Engine, write_texts
 from tokenformer.serve.app import Service
 from tokenformer.serve.chat import read_template
 from tokenformer.serve.protocol import Refused
+from tokenformer.serve.run import Address
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
@@ -211,6 +212,13 @@ def test_mistakes_are_refused_in_a_sentence(folder, capsys, monkeypatch):
     with again:
         answer = httpx.post(f"{again.url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
         assert answer.json()["usage"]["completion_tokens"] == 2 and again.port == busy.port
+
+
+def test_who_listens_on_a_network_says_who_may_ask():
+    for host, key, everyone in (("0.0.0.0", "secret", False), ("0.0.0.0", None, True), ("127.0.0.1", None, False)):
+        Address(host, 0, key, everyone).listen().close()
+    with pytest.raises(UserError, match="give --api-key KEY, or --no-auth"):
+        Address("0.0.0.0", 0, None, False).listen()
 
 
 def test_who_writes_into_the_file_of_the_weights_changes_no_answer(tmp_path):

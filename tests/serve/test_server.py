@@ -8,6 +8,8 @@ import queue
 import random
 import threading
 import time
+from collections import deque
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -86,6 +88,15 @@ def test_the_tokens_of_a_stream_come_with_their_text_not_behind_it(client):
     words = {"model": "small", "prompt": "Once", "max_tokens": 20, "temperature": 0, "logprobs": 0}
     pieces = [part.choices[0] for part in client.completions.create(**words, stream=True)]
     assert len(pieces) > 2 and all("".join(piece.logprobs.tokens) == piece.text for piece in pieces)
+
+
+def test_the_parts_of_a_stream_have_a_usage_of_nothing_only_if_usage_was_asked_for(server):
+    for more, asked in (({}, False), ({"stream_options": {"include_usage": True}}, True)):
+        body = {"prompt": "Once", "max_tokens": 3, "stream": True, **more}
+        lines = httpx.post(f"{server.url}/v1/completions", json=body).text.split("\n\n")
+        parts = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert all(("usage" in part) == asked for part in parts) and parts[0].get("usage") is None
+        assert (parts[-1].get("usage") is not None) == asked
 
 
 def test_echo_gives_the_prompt_with_its_probabilities(client, engine, model):
@@ -263,6 +274,18 @@ def test_a_reader_that_goes_away_while_its_prompt_is_read_holds_up_nobody(model)
         assert pieces.get(timeout=20).index == 1
     finally:
         batcher.close()
+
+
+def test_prompts_that_fit_into_one_chunk_enter_together_and_requests_take_turns():
+    def request(*lengths: int) -> deque:
+        return deque(Answer(0, Text([1] * n), 1, Piecewise(BYTES.decode, []), None, print) for n in lengths)
+
+    waiting = deque([request(4, 4, 4), request(3), request(20), request(2)])
+    batcher = SimpleNamespace(slots=SimpleNamespace(free=9), engine=SimpleNamespace(chunk=8), _waiting=waiting)
+    groups = []
+    while waiting:
+        groups.append([len(answer.text.ids) for answer in Batcher._next_group(batcher)])
+    assert groups == [[4, 3], [20], [2, 4], [4]]
 
 
 def test_pages_of_other_sites_are_refused(server):
