@@ -185,6 +185,16 @@ def test_merged_is_attached(tmp_path, theta):
     assert plain.history[-1] == {"what": "merge_adapters", "number": 0, "weights": {"a": 0.5, "b": 1.5}}
 
 
+def test_what_a_switch_of_the_base_adds_counts_always_once_it_is_merged(tmp_path):
+    model = tokenformer.grow(make_base(), vocab=make_base().config.vocab + 3, ffn_tokens=100, switch="draw")
+    model.blocks[0].ffn.segments[-1].value_tokens.data.normal_()
+    tokenformer.active(model, {"draw": 0.5})
+    tokenformer.save(merged(model), tmp_path / "plain")
+    again = tokenformer.load(tmp_path / "plain")
+    assert not again.config.switch_names()
+    assert logits(again).shape == logits(model).shape and far(logits(again), logits(model)) < 1e-6
+
+
 def test_a_sum_of_adapters_is_an_adapter(folders, tmp_path):
     summed = added([(read_adapter(folders["a"]), 0.5), (read_adapter(folders["b"]), -2.0)])
     write_adapter(tmp_path / "sum", summed.about, summed.tensors, summed.history)

@@ -5,6 +5,7 @@ segments do. A base is known by its digest, so an adapter never meets another mo
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -230,8 +231,11 @@ def merged(model: Any) -> Any:
         which: [[(n, tau, "" if s in weights else s) for n, tau, s in own if s not in left_out] for own in layers]
         for which, layers in rows.items()
     }
+    config = with_table(model.config, kept)
+    if config.added_switch in weights:
+        config = dataclasses.replace(config, added_switch="")
     event = {"what": "merge_adapters", "number": len(model.history), "weights": dict(weights)}
-    return with_tensors(model, with_table(model.config, kept), tensors, event)
+    return with_tensors(model, config, tensors, event)
 
 
 def added(weighted: Sequence[tuple[Adapter, float]]) -> Adapter:

@@ -46,6 +46,18 @@ def test_under_a_switch_the_model_is_the_old_one_until_it_is_given(model: tokenf
     assert bigger(IDS + 72, switches={"draw": torch.ones(2)}).logits.shape[-1] == 200
 
 
+@pytest.mark.parametrize("kind", ["transformer", "llama"])
+def test_a_model_without_parameter_tokens_has_ids_under_a_switch_too(kind: str) -> None:
+    shape = {"layers": 2, "dim": 32, "heads": 4, "vocab": 128, "context": 32}
+    model = tokenformer.LanguageModel(ModelConfig(kind=kind, **shape), seed=3)
+    bigger = tokenformer.grow(model, vocab=200, switch="draw")
+    assert torch.equal(bigger(IDS).logits, model(IDS).logits)
+    given = bigger(IDS, switches={"draw": torch.ones(2)}).logits
+    assert given.shape[-1] == 200 and torch.equal(given[..., :128], model(IDS).logits)
+    with pytest.raises(UserError, match="no adapter or switch 'drew': there are draw"):
+        bigger(IDS, switches={"drew": torch.ones(2)})
+
+
 def test_the_loss_is_that_of_all_logits(model: tokenformer.LanguageModel) -> None:
     bigger, ids = tokenformer.grow(model, vocab=200), IDS + 72
     out = bigger(ids[:, :-1], labels=ids[:, 1:])

@@ -162,13 +162,21 @@ def test_the_formulas_count_what_a_real_model_has_and_does(kind):
     assert total.training_flops(1024) == 3 * (total.parameter_flops + total.token_flops(1024))
 
 
-@pytest.mark.parametrize("name", ["lm/150m", "grow/1.4b", "baseline/354m", "llama/7b"])
+@pytest.mark.parametrize("name", ["lm/150m", "grow/1.4b", "baseline/354m", "llama/7b", "draw/icons"])
 def test_the_transformer_beside_it_is_as_large(name):
     config = load(name).model
     rival = equal_transformer(config)
     assert cost(rival).parameters == pytest.approx(cost(config).parameters, rel=1e-3)
     assert rival.layers == config.layers
     assert rival.head_dim == config.head_dim
+    assert (rival.added_vocab, rival.added_switch) == (config.added_vocab, config.added_switch)
+
+
+def test_the_transformers_beside_a_model_that_reads_images_are_as_large():
+    config = load("caption/icons").model
+    rival = equal_transformer(config)
+    assert {trunk.kind for trunk in rival.trunks.values()} == {"transformer"}
+    assert cost(rival).parameters == pytest.approx(cost(config).parameters, rel=1e-2)
 
 
 def test_several_trunks_cost_what_their_blocks_cost_together():

@@ -1,13 +1,16 @@
 """The update rules against short float64 references, and that a skipped step changes nothing."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from tokenformer.config import ModelConfig
 from tokenformer.config_train import OptimizerConfig
 from tokenformer.models import LanguageModel, build
+from tokenformer.models.names import parse
 from tokenformer.parallel.layout import Layout
-from tokenformer.train.optim import Optimizer
+from tokenformer.train.optim import Optimizer, blocks_after
 from tokenformer.train.rules.adamw import AdamW
 from tokenformer.train.rules.muon import Muon
 
@@ -198,3 +201,10 @@ def test_state_by_name_restores_exactly_and_a_new_parameter_starts_fresh(kind):
 def snapshot(model, optimizer) -> dict:
     state = {f"{n}/{k}": t.clone() for n, e in optimizer.state_by_name().items() for k, t in e.items()}
     return {**state, **{n: p.detach().clone() for n, p in model.named_parameters()}}
+
+
+def test_the_rate_of_added_ids_is_that_of_the_ends_they_belong_to():
+    model = build(dataclasses.replace(TINY, tied=False, added_vocab=8))
+    depth = {name: blocks_after(parse(name, model.ends), model.config) for name, _ in model.named_parameters()}
+    assert depth["added_head.weight"] == depth["head.weight"] == 0
+    assert depth["added_embedding.weight"] == depth["embedding.weight"] == 3

@@ -145,12 +145,12 @@ def equal_transformer(config: ModelConfig) -> ModelConfig:
     >>> equal_transformer(load("grow/124m").model).dim
     768
     """
-    if config.of == "pair":
+    if config.of in ("pair", "caption"):
         return dataclasses.replace(config, trunks={n: equal_transformer(t) for n, t in config.trunks.items()})
     c, wanted, step = config, cost(config).parameters, config.head_dim
-    a, b = 12 * c.layers, c.vocab * (1 if c.tied else 2) + 2  # a·d² + b·d = wanted
+    a, b = 12 * c.layers, (c.vocab + c.added_vocab) * (1 if c.tied else 2) + 2  # a·d² + b·d = wanted
     shape: dict[str, Any] = {"layers": c.layers, "rotary_fraction": c.rotary_fraction, "init": c.init}
-    own = ("context", "vocab", "tied")
+    own = ("context", "vocab", "tied", "added_vocab", "added_switch")
     if c.of == "image":
         wanted, b = wanted - c.classes, _image_rows(c) + 2
         own = ("of", "image_size", "patch", "channels", "classes", "pool", "positions")

@@ -239,7 +239,9 @@ class Trunk(CheckedOnLoad):
                 )
 
     def with_active(self, view: View, x_BTD: Tensor) -> View:
-        """Give a view without switches those of `active`."""
+        """Give a view without switches those of `active`. Blocks without parameter tokens take none."""
+        if self.config.kind != "tokenformer":
+            return view._replace(switches=None)
         if view.switches is not None or not self.active:
             return view
         return view._replace(switches={name: x_BTD.new_full((len(x_BTD),), w) for name, w in self.active.items()})

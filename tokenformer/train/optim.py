@@ -40,7 +40,7 @@ def blocks_after(name: Name, config: ModelConfig) -> int:
         part = part if prefix in config.trunks else "head"
     layers = trunk.layers
     if name.layer is None:
-        return 0 if part in ("norm", "head") else layers + 1
+        return 0 if part in ("norm", "head", "added_head") else layers + 1
     return layers - name.layer
 
 
