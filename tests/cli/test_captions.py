@@ -173,3 +173,11 @@ def test_info_and_grow_know_it(folder, capsys, tmp_path):
     main(["grow", str(folder), *words])
     assert "computes the same: yes" in capsys.readouterr().out
     assert load(tmp_path / "grown").config.trunk("text.").ffn_tokens == [48, 16, 16]
+
+
+def test_a_growth_is_verified_on_rows_of_the_language_models_own_context(folder, tmp_path, capsys):
+    text = tmp_path / "short.txt"
+    text.write_text("a row is 64 tokens long, not 512 " * 4)
+    how = ["--on", "text.", "--ffn-tokens", "80", "--text", str(text), "--out", str(tmp_path / "bigger")]
+    assert main(["grow", str(folder), *how]) in (0, None)
+    assert "computes the same: yes" in capsys.readouterr().out

@@ -108,6 +108,17 @@ def test_the_chain_of_presets_is_named(folder, capsys):
     assert "dim 768" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("vocab", [384, 512])  # as always with --to, the size of the vocabulary itself does not count
+def test_a_wanted_model_may_have_ids_that_a_growth_added(folder, vocab):
+    wanted = folder / "wanted.yml"
+    sizes = "layers: 2, dim: 32, heads: 4, qkv_tokens: 16, proj_tokens: 16, ffn_tokens: 64"
+    wanted.write_text(f"model: {{{sizes}, vocab: {vocab}, added_vocab: 9, added_switch: draw}}\n")
+    how = ["--to", str(wanted), "--switch", "draw", "--no-verify", "--out", str(folder / "new")]
+    assert main(["grow", str(folder / "old"), *how]) == 0
+    grown = load(folder / "new").config
+    assert (grown.vocab, grown.added_vocab, grown.added_switch, grown.ffn_tokens) == (384, 9, "draw", [32, 32])
+
+
 def test_golden_official_weights_grown_keep_their_golden_logits(golden, tmp_path):
     official, tensors = golden
     sizes = ["--qkv-tokens", "100", "--proj-tokens", "50", "--ffn-tokens", "200", "--layers", "5"]

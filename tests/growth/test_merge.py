@@ -5,9 +5,11 @@ import torch
 from growing import THETAS, config, lively, moved, random_ids
 
 from tokenformer import Pattention, UserError
+from tokenformer.config import ModelConfig
 from tokenformer.growth.measure import mass
 from tokenformer.growth.merge import merge_segments, rescale
 from tokenformer.growth.model import grow
+from tokenformer.models import build
 
 
 def test_on_random_keys_rescaling_takes_a_large_change_to_a_few_percent():
@@ -64,4 +66,13 @@ def test_held_tau_is_merged_too():
 def test_softmax_is_refused_unless_forced():
     model = grow(lively(config(theta="softmax")), ffn_tokens=60)
     with pytest.raises(UserError, match="softmax"):
+        merge_segments(model, random_ids())
+
+
+def test_a_model_of_several_trunks_is_refused_in_a_sentence():
+    small = {"layers": 1, "dim": 32, "heads": 4, "qkv_tokens": 16, "proj_tokens": 16, "ffn_tokens": [32, 16]}
+    image = ModelConfig(of="image", image_size=16, patch=8, classes=0, **small)
+    text = ModelConfig(context=16, vocab=64, **small)
+    model = build(ModelConfig(of="caption", trunks={"image": image, "text": text}))
+    with pytest.raises(UserError, match="a model of caption has several trunks"):
         merge_segments(model, random_ids())

@@ -137,14 +137,16 @@ def _sizes(config: "ModelConfig", wanted: "ModelConfig") -> dict[str, Any]:
     now, then = sizes(config), sizes(wanted)
     if uneven := [name for name, size in then.items() if isinstance(size, list)]:
         raise UserError(f"--to names a model whose layers differ in {uneven[0]}: give the sizes themselves")
-    return {name: size for name, size in then.items() if size != now[name]}
+    if wanted.added_vocab:
+        then["vocab"] = config.vocab + wanted.added_vocab  # they follow the vocabulary that is there
+    return {name: size for name, size in then.items() if size != now.get(name)}
 
 
 def text_ids(paths: Sequence[str], opened: "Opened", tokens: int, field: str = "text") -> "Tensor":
     """Return about so many tokens of texts, in rows of the model's context (512 at most) from all over each of them."""
     import torch
 
-    length = min(opened.config.context, 512)
+    length = min(opened.config.trunk(opened.config.language_prefix or "").context, 512)
     rows = max(1, tokens // length // len(paths))
     return torch.cat([torch.tensor(_rows(path, opened, rows, length, field)).view(-1, length) for path in paths])
 

@@ -34,6 +34,10 @@ def merge_segments(model: LanguageModel, ids: Tensor, *, force: bool = False) ->
     [(64, 8.0)]
     """
     refuse_foreign(model)
+    need(
+        not model.config.trunks,
+        f"a model of {model.config.of} has several trunks, but segments are merged in a model of one: keep them",
+    )
     theta = model.config.theta
     need(model.config.kind == "tokenformer", f"kind {model.config.kind} has no segments to merge")
     need(
