@@ -86,6 +86,7 @@ def test_a_config_without_a_vocabulary_takes_that_of_the_tensors(golden_folder, 
     ("change", "reason"),
     [
         ({"ffn_tokens": [9, 16]}, "its ffn projections have 2 segments"),
+        ({"switch": {"ffn": ["image"]}}, "segments count only with the switch image"),
         ({"tau": {"proj": [3.0]}}, "τ of its proj projections is 3, not √16"),
         ({"layer_overrides": {1: LayerOverride(ffn_tokens=4)}}, "its layers differ"),
         ({"theta": "l1_norm_gelu"}, "l1_norm_gelu does not exist there"),

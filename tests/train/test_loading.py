@@ -1,5 +1,7 @@
 """A run or a checkpoint is taken wherever weights are."""
 
+import re
+
 import pytest
 import torch
 
@@ -34,6 +36,15 @@ def test_a_run_can_be_handed_on_as_a_folder_and_begun_from(tiny, tmp_path):
     assert torch.equal(new[:32], old) and new[32:].std() > 0.01
     with pytest.raises(UserError, match="only the number of parameter tokens may differ"):
         Trainer(tiny(f"start={tmp_path / 'run'}", "model.dim=32"), tmp_path / "third").run()
+
+
+def test_what_the_weights_do_not_hold_is_said(tiny, tmp_path, capsys):
+    Trainer(tiny("steps=0"), tmp_path / "run").run()
+    deeper, more = "blocks.2.attention.query.segments.0.key_tokens and 9 more", "added_embedding.weight"
+    for setting, wanted in (("model.layers=3", [deeper]), ("model.added_vocab=5", [more]), ("model.layers=2", [])):
+        capsys.readouterr()
+        Trainer(tiny(f"start={tmp_path / 'run'}", "steps=0", setting), tmp_path / setting).run()
+        assert re.findall("begin as in a new model: (.*)", capsys.readouterr().out) == wanted
 
 
 def test_a_run_begun_with_weights_takes_over_the_growths_that_led_to_them(tiny, tmp_path):

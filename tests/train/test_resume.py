@@ -11,7 +11,7 @@ from tests.train.conftest import result, same
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, write_manifest
 from tokenformer.hub.dcp import read_tensors, write_tensors
-from tokenformer.hub.run_folder import newest_whole
+from tokenformer.hub.run_folder import all_steps, newest_whole, remove_old
 from tokenformer.train.trainer import Trainer
 
 
@@ -135,3 +135,11 @@ def test_checkpoints_without_their_config_are_not_trained_over(tiny, tmp_path):
     with pytest.raises(UserError, match=r"run has checkpoints but no config\.yml: put it back"):
         Trainer(tiny("steps=6"), tmp_path / "run", resume=True).run()
     assert same(before, result(tmp_path / "run"))
+
+
+def test_the_newest_checkpoint_has_the_largest_step_however_many_digits_that_has(tmp_path):
+    for step in (99_999_999, 100_000_000, 8):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    assert list(all_steps(tmp_path)) == [8, 99_999_999, 100_000_000]
+    remove_old(tmp_path, keep=1, keep_every=0)
+    assert list(all_steps(tmp_path)) == [100_000_000]

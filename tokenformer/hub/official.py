@@ -104,6 +104,8 @@ def refusal(config: ModelConfig) -> str | None:
         return "theta l1_norm_gelu does not exist there"
     if config.layer_overrides:
         return "its layers differ"
+    if names := config.switch_names():
+        return f"segments count only with the switch {', '.join(sorted(names))}"
     for which in PROJECTIONS:
         segments = config.segments(which)
         if len(segments) > 1:

@@ -29,8 +29,8 @@ class Found(NamedTuple):
 
 def all_steps(run: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by step, oldest first."""
-    named = [(path.name[5:], path) for path in sorted((run / "checkpoints").glob("step-*"))]
-    return {int(step): path for step, path in named if step.isascii() and step.isdigit()}
+    named = [(path.name[5:], path) for path in (run / "checkpoints").glob("step-*")]
+    return dict(sorted((int(step), path) for step, path in named if step.isascii() and step.isdigit()))
 
 
 def remove_old(run: Path, keep: int, keep_every: int) -> None:

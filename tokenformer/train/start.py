@@ -76,6 +76,9 @@ def first_values(config: Config, build: Build, files: dict[str, str]) -> tuple[V
                 f"start: {name} of {start} is {list(tensor.shape)}, which does not fit into this model's "
                 f"{'missing one' if own is None else list(own.shape)}: only the number of parameter tokens may differ"
             )
+    if absent := [name for name in mine if given and not prefix and name not in given]:
+        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        said.append(f"parameters that {start} does not give begin as in a new model: {absent[0]}{others}")
 
     def values(name: str, shape: tuple[int, ...]) -> Tensor:
         made, own = initial(name, shape, model_config, config.seed, model.ends), parse(name, model.ends)
