@@ -107,27 +107,29 @@ WEIGHTS = {"a": torch.tensor([1.0, 0.0, -0.5]), "b": torch.tensor([0.0, 0.0, 2.0
 
 
 @torch.no_grad()
-def adapter_errors() -> dict[str, float]:
+def adapter_errors(device: str = "cpu", tuning: Tuning = SMALL) -> dict[str, float]:
     """Rows with other switches each, in a step and in prefill: against the packed model, and one row at a time."""
-    model = model_of("segments", layers=2, **SWITCHED)
+    model = model_of("segments", layers=2, **SWITCHED).to(device)
     packed, fused = Packed(model), FusedModel(model, torch.float32)
-    ids = torch.randint(96, (3, 6), generator=torch.Generator().manual_seed(1))
-    positions, none = torch.full((3,), 5), {name: torch.zeros(3) for name in WEIGHTS}
+    ids = torch.randint(96, (3, 6), generator=torch.Generator().manual_seed(1)).to(device)
+    positions = torch.full((3,), 5, device=device)
+    given = {name: weight.to(device) for name, weight in WEIGHTS.items()}
+    none = {name: torch.zeros_like(weight) for name, weight in given.items()}
 
     def run(rows: slice, weights: dict[str, torch.Tensor], kernels: bool) -> tuple[torch.Tensor, torch.Tensor]:
         some, switches = ids[rows], {name: weight[rows] for name, weight in weights.items()}
-        cache = StaticCache(model.config, len(some), 16, "cpu", torch.float32)
+        cache = StaticCache(model.config, len(some), 16, device, torch.float32)
         if kernels:
             hidden = fused.hidden(some[:, :5], cache, 0, switches)
-            return hidden, fused.step(len(some), SMALL)(some[:, 5], positions[rows], cache, switches)
-        hidden = packed.hidden(some[:, :5], torch.arange(5), cache, 0, switches)
+            return hidden, fused.step(len(some), tuning)(some[:, 5], positions[rows], cache, switches)
+        hidden = packed.hidden(some[:, :5], torch.arange(5, device=device), cache, 0, switches)
         return hidden, packed.logits(packed.hidden(some[:, 5:], positions[rows, None], cache, None, switches)[:, 0])
 
     def worst(one: tuple, other: tuple) -> float:
         return max(map(relative, one, other))
 
-    together, every = run(slice(3), WEIGHTS, True), run(slice(3), WEIGHTS, False)
-    alone = [run(slice(i, i + 1), WEIGHTS, True) for i in range(3)]
+    together, every = run(slice(3), given, True), run(slice(3), given, False)
+    alone = [run(slice(i, i + 1), given, True) for i in range(3)]
     assert relative(together[1], run(slice(3), none, True)[1]) > 0.01  # they matter
     return {
         "adapters, 3 rows": worst(together, every),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_checks import SHAPES, SMALL, model_of, step_error
+from kernel_checks import SHAPES, SMALL, SWITCHED, adapter_errors, model_of, step_error
 from small_models import make
 
 from tokenformer.errors import UserError
@@ -178,3 +178,22 @@ def test_on_the_gpu_the_graph_decodes_as_the_reference_does(prompts):
         how = Sampling(temperature=1.0, top_p=0.9)
         rows = engine.generate(prompts, 20, how)
         assert engine.generate(prompts, 20, how) == rows
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_each_row_of_a_batch_has_its_own_adapters():
+    """Several rows multiply on the matrix units and one row does not, so together and alone round differently."""
+    found = adapter_errors("cuda", Tuning(one_words=32, block=32))
+    assert {name: error for name, error in found.items() if not error < 1e-4} == {}
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_added_ids_are_drawn_as_the_reference_draws_them(prompts):
+    model = model_of("segments", layers=2, context=128, added_vocab=9, added_switch="draw", **SWITCHED).cuda()
+    plain, kernels = (Engine(model, backend=b) for b in ("torch", "triton"))
+    switches = [{"draw": 1.0}, {"draw": 1.0, "a": 1.0}, {"draw": 1.0, "b": -0.5}, {"draw": 1.0}][: len(prompts)]
+    how = {"switches": switches, "choices": range(97, 105)}
+    rows = kernels.generate(prompts, 20, **how)
+    assert [row.ids for row in rows] == [row.ids for row in plain.generate(prompts, 20, **how)]
+    assert {i for row in rows for i in row.ids} <= set(range(97, 105))
+    assert kernels.generate(prompts, 20)[0].ids == plain.generate(prompts, 20)[0].ids

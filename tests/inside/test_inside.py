@@ -1,5 +1,6 @@
 """What the parameter tokens do: statistics against a plain loop, effects that add up, tokens that are switched off."""
 
+import copy
 import json
 import signal
 import subprocess
@@ -46,11 +47,13 @@ def ids():
     return torch.randint(384, (6, 40), generator=torch.Generator().manual_seed(0))
 
 
-def test_statistics_and_places_are_those_of_a_plain_loop(model, ids):
-    found, plain = explore(model, ids.split(4)), {}
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_statistics_and_places_are_those_of_a_plain_loop(model, ids, device):
+    model, ids, plain = copy.deepcopy(model).to(device), ids.to(device), {}
+    found = explore(model, ids.split(4)).to("cpu")
 
     def visit(where, _score, active):
-        plain.setdefault(where, []).append(active)
+        plain.setdefault(where, []).append(active.cpu())
 
     each_activation(model, ids, visit)
     assert found.rows == ids.numel() and found.tables.keys() == plain.keys()
