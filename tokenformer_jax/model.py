@@ -69,6 +69,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return found if config.tied else {**found, "head.weight": (config.vocab, config.dim)}
 
 
+@functools.partial(jax.checkpoint, static_argnums=(1, 2), prevent_cse=False)  # backward computes it again
 def normalise(score_TN: Array, theta: str, tau: float) -> Array:
     """Θ of one segment's scores, in fp32 or better. Where the norm is zero: zeros, and zero gradients.
 
@@ -111,9 +112,8 @@ def attention(q_BTHC: Array, k_BSHC: Array, v_BSHC: Array, seen: Array | None = 
 
 def rotate(x_BTHC: Array, cos_TA: Array, sin_TA: Array) -> Array:
     """Rotate the first 2·A channels of each head by angles (T, A): channel i is paired with channel i + A."""
-    half = cos_TA.shape[-1]
+    half, cos, sin = cos_TA.shape[-1], cos_TA[:, None], sin_TA[:, None]
     first, second, rest = jnp.split(x_BTHC, [half, 2 * half], axis=-1)
-    cos, sin = cos_TA[:, None], sin_TA[:, None]
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate([*(part.astype(x_BTHC.dtype) for part in turned), rest], axis=-1)
 
@@ -126,14 +126,14 @@ def angles(positions_T: Array, config: ModelConfig, dtype: Any) -> tuple[Array, 
     return jnp.cos(angle_TA), jnp.sin(angle_TA)
 
 
+@functools.partial(jax.checkpoint, static_argnums=1, prevent_cse=False)
 def norm(x: Array, eps: float, weight: Array | None = None, bias: Array | None = None) -> Array:
-    """LayerNorm, in fp32 or better."""
+    """LayerNorm, in fp32 or better; backward computes it again."""
     better = jnp.promote_types(x.dtype, jnp.float32)
     off = x.astype(better) - x.astype(better).mean(-1, keepdims=True)
     off = off * jax.lax.rsqrt(jnp.square(off).mean(-1, keepdims=True) + eps)
-    return (off if weight is None or bias is None else off * weight.astype(better) + bias.astype(better)).astype(
-        x.dtype
-    )
+    off = off if weight is None or bias is None else off * weight.astype(better) + bias.astype(better)
+    return off.astype(x.dtype)
 
 
 def runs(config: ModelConfig) -> list[tuple[list[int], dict[str, list[tuple[int, float]]]]]:

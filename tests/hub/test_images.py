@@ -52,7 +52,7 @@ def test_a_folder_gives_back_the_model_and_what_it_knows_of_images(config, tmp_p
 
 
 def test_an_image_model_has_no_tokenizer_and_no_official_form(folder, tmp_path):
-    with pytest.raises(UserError, match="is a model of image, but one of language is needed here"):
+    with pytest.raises(UserError, match="is a model of image, but one of language or caption is needed here"):
         _ = open_model(folder).tokenizer
     with pytest.raises(UserError, match="official"):
         save(load(folder), tmp_path / "official", format="official")

@@ -52,6 +52,7 @@ class Piecewise:
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
         self.decode, self.stops = decode, [s for s in stops if s]
+        self._longest = max(map(len, self.stops), default=1)
         self.ids: list[int] = []
         self.text, self.given, self.stopped = "", 0, False
         self._whole = (0, 0, 0)  # ids of whole characters; as many of them when `add` was called before; their text
@@ -62,10 +63,11 @@ class Piecewise:
             return ""
         self.ids.extend(ids)
         self._extend()
-        places = [(self.text.find(stop, self.given), len(stop)) for stop in self.stops]
-        found = [(at + length, at) for at, length in places if at >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)[1]], True
+        if self.stops:
+            places = [(self.text.find(stop, self.given), len(stop)) for stop in self.stops]
+            found = [(at + length, at) for at, length in places if at >= 0]
+            if found:
+                self.text, self.stopped = self.text[: min(found)[1]], True
         certain = len(self.text)
         if not (last or self.stopped):
             certain -= self._open()
@@ -96,7 +98,7 @@ class Piecewise:
         whole = self.text.rstrip("�")
         held = len(self.text) - len(whole)
         new = len(whole) - self.given  # no stop string begins in what was given out
-        for size in range(min(new, max(map(len, self.stops), default=1) - 1), 0, -1):
+        for size in range(min(new, self._longest - 1), 0, -1):
             if any(stop.startswith(whole[-size:]) for stop in self.stops):
                 return held + size
         return held

@@ -1,7 +1,9 @@
 """The HTTP side: addresses, keys, streams and errors. Requests become answers of the `Batcher`, pieces become events.
 
-Unusual: pieces of one step reach the event loop in one call. A reader that goes away frees its rows before the next
-step. A page of another site cannot use a server on loopback: its Origin, or a Host that is not ours, is refused.
+Unusual: pieces of one step reach the event loop in one call. Beside more than CROWD texts a stream puts the pieces of
+PAUSE seconds into one event: with one per token, Python would be busier than the GPU. A reader that goes away frees its
+rows before the next step. A page of another site cannot use a server on loopback: its Origin, or a Host that is not
+ours, is refused.
 """
 
 import asyncio
@@ -29,10 +31,11 @@ from tokenformer.infer.text import Piecewise, to_ids
 from tokenformer.parsing import parse_json
 from tokenformer.serve.batching import Answer, Batcher, Busy, Piece
 from tokenformer.serve.metrics import Metrics
-from tokenformer.serve.protocol import Asked, Refused, Writer, Written, joined, read_request
+from tokenformer.serve.protocol import Asked, Refused, Writer, joined, read_request
 
 BODY = 1 << 23  # bytes of a request, at most
 LARGE = 1 << 13  # bytes from which on a body is read beside the event loop
+CROWD, PAUSE = 8, 0.02  # seconds between two events of a stream, beside more texts than CROWD
 GONE = 499  # counted for a client that went away before its answer was sent
 OPEN = ("/", "/health")  # what needs no key
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -259,30 +262,39 @@ class Service:
     def _outbox_add(self, events: asyncio.Queue, piece: Piece) -> None:
         self._outbox.append((events, piece))
 
-    async def _pieces(self, count: int, events: asyncio.Queue, begun: float) -> AsyncIterator[Piece]:
-        """Yield pieces until all answers have ended."""
+    async def _pieces(
+        self, count: int, events: asyncio.Queue, begun: float, stream: bool
+    ) -> AsyncIterator[list[Piece]]:
+        """Yield what has come until all answers have ended, at most so often in a stream as PAUSE says."""
         first = True
         while count:
-            piece = await events.get()
-            if piece is None:
+            pieces = [await events.get()]
+            crowded = stream and self.batcher.running > CROWD
+            while crowded and not events.empty():
+                pieces.append(events.get_nowait())
+            if None in pieces:
                 raise ClientDisconnect
-            if piece.reason == "failed" and self.batcher.failure is None:
+            failed = any(piece.reason == "failed" for piece in pieces)
+            if failed and self.batcher.failure is None:
                 raise Refused("the server was stopped before the text was written", code="stopped", status=503)
-            if piece.reason == "failed":
+            if failed:
                 raise Refused("the engine failed; the server's log says why", code="engine_failed", status=500)
             if first:
                 self.metrics.first_token.add(time.perf_counter() - begun)
                 first = False
-            count -= piece.reason is not None
-            yield piece
+            count -= sum(piece.reason is not None for piece in pieces)
+            yield pieces
+            if count and crowded:
+                await asyncio.sleep(PAUSE)
         self.metrics.whole.add(time.perf_counter() - begun)
 
     async def _whole(self, asked: Asked, answers: list[Answer], events: asyncio.Queue, begun: float) -> Response:
-        pieces: list[list[Piece]] = [[] for _ in answers]
-        async for piece in self._pieces(len(answers), events, begun):
-            pieces[piece.index].append(piece)
+        found: list[list[Piece]] = [[] for _ in answers]
+        async for pieces in self._pieces(len(answers), events, begun, stream=False):
+            for piece in pieces:
+                found[piece.index].append(piece)
         prompts, count = [answer.text.prompt for answer in answers], sum(len(answer.tokens) for answer in answers)
-        body = Writer(asked, self.name, self.tokenizer.decode).whole([joined(each) for each in pieces], prompts, count)
+        body = Writer(asked, self.name, self.tokenizer.decode).whole([joined(each) for each in found], prompts, count)
         return JSONResponse(body)
 
     async def _stream(
@@ -290,10 +302,12 @@ class Service:
     ) -> AsyncIterator[str]:
         writer, begun_answers = Writer(asked, self.name, self.tokenizer.decode), set()
         try:
-            async for piece in self._pieces(len(answers), events, begun):
-                prompt = None if piece.index in begun_answers else answers[piece.index].text.prompt
-                begun_answers.add(piece.index)
-                yield _event(writer.chunk(piece.index, Written(piece.text, piece.tokens, piece.reason), prompt))
+            async for pieces in self._pieces(len(answers), events, begun, stream=True):
+                for index in dict.fromkeys(piece.index for piece in pieces):
+                    prompt = None if index in begun_answers else answers[index].text.prompt
+                    begun_answers.add(index)
+                    new = joined([piece for piece in pieces if piece.index == index])
+                    yield _event(writer.chunk(index, new, prompt))
             if asked.usage:
                 yield _event(writer.last_chunk(sum(len(answer.tokens) for answer in answers)))
         except Refused as error:  # the status was sent long ago
