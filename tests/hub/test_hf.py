@@ -469,14 +469,15 @@ def test_the_base_model_gives_what_the_head_reads(both, tmp_path):
         base(IDS, labels=IDS)
 
 
-def test_continuous_batching_gives_the_tokens_of_generate(both):
-    wrapped = both[1].eval()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_continuous_batching_gives_the_tokens_of_generate(both, device):
+    wrapped = copy.deepcopy(both[1]).to(device).eval()
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9] * 12, [7]]
     how = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
     small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)  # absent: most of the memory is taken
     found = wrapped.generate_batch(inputs=prompts, generation_config=how, continuous_batching_config=small)
     words = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = [wrapped.generate(torch.tensor([p]), **words)[0, len(p) :].tolist() for p in prompts]
+    expected = [wrapped.generate(torch.tensor([p], device=device), **words)[0, len(p) :].tolist() for p in prompts]
     assert [output.generated_tokens for output in found.values()] == expected
 
 

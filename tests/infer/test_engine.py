@@ -174,17 +174,20 @@ ROWS = [{"a": 1.0}, {"b": -0.5, "a": 2.0}, {}, {"b": 3.0}]
 
 
 def test_each_row_of_a_batch_has_its_own_adapters():
-    """As one at a time: the same tokens, log-probabilities within 1e-6; without adapters the base, bit for bit."""
+    """As one at a time: the same tokens, log-probabilities within 1e-6 of the largest logit, since one row rounds in
+    another order than four; without adapters the base, bit for bit.
+    """
     model, prompts = make(**SWITCHED), [[5, 6, 7], [1], [9, 9], [3, 2, 1, 0]]
     plain = make(ffn_tokens=16, qkv_tokens=12)
     plain.load_state_dict({n: p for n, p in model.state_dict().items() if n in plain.state_dict()}, strict=True)
     engine = Engine(model)
     together = engine.generate(prompts, 9, logprobs=True, switches=ROWS)
+    largest = model(torch.tensor(prompts[0])[None]).logits.abs().max().item()
     for row, prompt, switches in zip(together, prompts, ROWS, strict=True):
         (alone,) = engine.generate([prompt], 9, logprobs=True, switches=[switches])
         assert alone.ids == row.ids
         error = max(abs(a - b) for a, b in zip(alone.logprobs, row.logprobs, strict=True))
-        assert error < 1e-6 * max(map(abs, row.logprobs))
+        assert error < 1e-6 * largest
         model.active = switches
         assert model.generate(torch.tensor([prompt]), 9)[0, len(prompt) :].tolist() == row.ids
         assert Engine(model).generate([prompt], 9)[0].ids == row.ids
