@@ -5,7 +5,6 @@
 Ours: the batcher and the protocol's objects without HTTP, then `generate` with the same batch; then a real server on
 loopback with as many clients that read streams. Rival: transformers' continuous batching (`generate_batch`) with
 GPT-NeoX of equal size. Prompts of 128 ids, 256 new tokens, bf16, random weights. Prints JSON lines.
-Not yet run: there was no GPU where this was written.
 """
 
 import argparse
