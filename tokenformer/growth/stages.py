@@ -110,8 +110,8 @@ def rate(
 ) -> float:
     """What the peak rate is multiplied by in a step: the schedule's factor, times the stage's `rate` and warm-up.
 
-    `factor(schedule, step, steps)` is the trainer's. A stage's own schedule counts from the growth. `before(step)` is
-    the compute before a step, by which a schedule goes that counts compute.
+    `factor(schedule, step, steps)` is that of train/schedule.py. A stage's own schedule counts from the growth.
+    `before(step)` is the compute that was spent before a step, for schedules that count compute.
 
     >>> stages = [GrowthStage(at={"step": 10}, ffn_tokens=20, rate=0.5, warmup=4)]
     >>> constant = lambda schedule, step, steps: 1.0

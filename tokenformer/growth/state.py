@@ -35,8 +35,8 @@ def grow_entry(recipe: Recipe, entry: dict[str, Tensor]) -> dict[str, Tensor]:
 def warn_of_beta2(recipes: Mapping[str, Recipe], beta2: float) -> str | None:
     """Return a warning where AdamW's one step count per parameter would make the first updates of appended rows huge.
 
-    Zero moments with an old step count get no bias correction: the first update of an appended row is up to
-    (1 − β1)/√(1 − β2) times the rate and grows for 1/(1 − β1) steps: 1.1 at β2 = 0.95, 6.6 at 0.999.
+    Zero moments with an old step count get no bias correction: the updates of an appended row begin at up to
+    (1 − β1)/√(1 − β2) times the rate, and after 10 to 20 steps they peak at 1.1 times at β2 = 0.95, 6.6 at 0.999.
     """
     appended = sum(r.old is not None and r.new_rows > 0 for r in recipes.values())
     if not appended or beta2 <= SAFE_BETA2:

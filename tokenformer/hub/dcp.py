@@ -97,7 +97,7 @@ def read_tensors(
 ) -> dict[str, Any]:
     """Read all tensors of a folder, whole and on the CPU, or into the given ones (or parts of them).
 
-    The given ones, or else `names` where a rank holds some of them only, must be all that the folder has.
+    The folder must hold exactly the given tensors, or `names`, where this rank reads some of them only.
     """
     shapes = stored(folder)
     if into is None:

@@ -1,8 +1,8 @@
 """Opens weights and configs for every verb: what a user names → model, tokenizer, config, and where they came from.
 
 Unusual: nothing of a model is read before it is asked for. The tokenizer that belongs to weights is the one named, else
-the one beside them, else the official config's vocab-file, else, of official weights, that of the released models.
-A size alone says nothing: 384 rows may be bytes, or any tokenizer of at most 384 ids.
+the one beside them, else the official config's vocab-file, else, of official weights with the vocabulary of the
+released models, theirs. Of other weights a size says nothing: 384 rows may be bytes, or any tokenizer of 384 ids.
 """
 
 import dataclasses

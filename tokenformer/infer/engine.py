@@ -22,8 +22,8 @@ from tokenformer.infer.skipping import check_skip, skipping
 from tokenformer.models import LanguageModel
 
 SLOTS = 128  # caches have a multiple of this, so that a graph serves several prompts
+PADDED = 64  # under graphs prompts are padded to a multiple of this
 OWN_TEXT = 256  # tokens that a model writes to find out what it can skip
-PADDED = 64  # and so have prompts, under graphs
 
 Ids = Sequence[int] | Tensor  # of one prompt; a tensor has one dimension
 
@@ -144,7 +144,7 @@ class Engine:
         return {name: [row.get(name, 0.0) for row in rows] for name in used}
 
     def _follow(self) -> None:
-        """Let the adapters count that count in the model now. Weights were packed, so no other ones can come."""
+        """Take over which adapters are active in the model now. Weights are packed, so none can be added."""
         model, seen = self._given(), self._seen
         if model is None:
             return

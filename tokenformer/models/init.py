@@ -1,4 +1,4 @@
-"""The initialisation of every model. The values of a parameter depend on (seed, its name, its full shape) alone.
+"""The initialisation of every model. Values depend on the seed, the config and a parameter's name and full shape.
 
 So any number of processes, on any device, begin with the same model. Values are drawn in fp32 on the CPU.
 """
@@ -15,7 +15,7 @@ from tokenformer.models.names import Role, parse
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill a model with the official initialisation (see `initial`)."""
+    """Fill a model with its first values (see `initial`)."""
     for name, parameter in model.named_parameters():
         parameter.copy_(initial(name, tuple(parameter.shape), config, seed, model.ends))  # pyrefly: ignore
 

@@ -33,9 +33,10 @@ def _identity(score_TN: Tensor) -> Tensor:
 class Theta(NamedTuple):
     """Θ(a) = after(before(a) · τ^2p / (Σ mass(before(a)))^p), p being `power`, the sum over a segment's tokens.
 
-    To add one: a row of THETAS, its name in `theta` of config.py, and which growth is exact for it (`check_rule` of
-    growth/plan.py). The reference computes it everywhere, until kernels/pattention.py has a branch for it and
-    `kernels` is True.
+    To add one: a row of THETAS, its name in `theta` of config_model.py, and which growth is exact for it (`check_rule`
+    of growth/plan.py). The reference computes it everywhere, until ops/kernels/pattention.py has a branch for it and
+    `kernels` is True. One whose sum may overflow also needs the branches that softmax has here and in
+    parallel/partial.py.
     """
 
     before: Callable[[Tensor], Tensor]

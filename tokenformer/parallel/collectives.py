@@ -1,4 +1,4 @@
-"""Collectives of token parallelism, and differentiable functions that use one forward and one backward.
+"""Collectives of token parallelism, and differentiable functions that call one in forward and another in backward.
 
 Unusual: they are PyTorch's functional ones, which torch.compile can see. Legend: R ranks.
 """
@@ -67,7 +67,7 @@ def _collective(forward: str, backward: str) -> Callable[[Tensor, Team], Tensor]
     return lambda x, team: cast(Tensor, Collective.apply(x, team.group, team.ranks, forward, backward))
 
 
-# Use the same x on every rank for its own part: gradients are all-reduced
+# x is the same on all ranks, and each computes its own part with it: gradients are all-reduced
 copied = _collective("same", "sum")
 # All-reduce each rank's part; the sum, and so its gradient, is the same on all ranks
 summed = _collective("sum", "same")

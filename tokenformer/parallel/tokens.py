@@ -1,8 +1,8 @@
 """Token parallelism: every rank holds a slice of the parameter tokens, of the heads and of the vocabulary.
 
-Unusual: for Θ only one number per row and segment is all-reduced (none where a rank holds whole segments); q, k and v
-come out of one reduce-scatter that splits the heads. Modules change class, not name. Legend: T rows, D dim,
-R ranks, W words.
+Unusual: for Θ ranks exchange one number per row and segment alone, in partial.py (none where a rank holds whole
+segments); q, k and v come out of one reduce-scatter that splits the heads. Modules change class, not name.
+Legend: T rows, D dim, R ranks, W words.
 """
 
 import functools

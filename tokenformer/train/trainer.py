@@ -283,7 +283,7 @@ class Trainer:
         rate = f"{where} {other[0]:.3g}, not {other[1]:.3g}{how}"
         return [f"the schedule now ends at step {c.steps}: the learning rate {rate}"]
 
-    # loop: micro-batches → gradients → (clip, check) → optimizer → schedule → maybe {log, validate, save}
+    # loop: maybe grow → micro-batches → gradients → clip, check → rate → optimizer → maybe {log, validate, save}
 
     def loop(self) -> None:
         c = self.config
@@ -323,7 +323,7 @@ class Trainer:
         """Update by the gradient of the mean loss over all ranks and micro-batches: ∇ Σ total / Σ count.
 
         Each micro-batch is differentiated as total · scale / expected: `scale` is fp16's loss scale (else 1), and
-        `expected`, what Σ count would be if everything counted, makes fp16 gradients those of a mean. Backward passes
+        `expected` is Σ count where nothing is masked, so that fp16 gradients have the size of a mean's. Backward passes
         and ranks add up, so the accumulated gradients are G = scale / expected · ∇ Σ total, and the gradient of the
         mean is G / (scale · normaliser) with normaliser = Σ count / expected. Clipping multiplies this divisor by
         max(1, norm / clip), and the optimizer divides by it when it reads G.

@@ -35,7 +35,7 @@ class Rule(Protocol):
         ...
 
     def state_by_name(self) -> State:
-        """Return the state of each parameter that was updated before."""
+        """Return the state of each parameter that was updated before: tensors of its shape, and a number `step`."""
         ...
 
     def load_state_by_name(self, state: State) -> None:
