@@ -1,7 +1,8 @@
 """The HTTP side: addresses, keys, streams and errors. Requests become answers of the `Batcher`, pieces become events.
 
-Unusual: pieces of one step reach the event loop in one call. Beside more than CROWD texts a stream puts the pieces of
-PAUSE seconds into one event: with one per token, Python would be busier than the GPU. A reader that goes away frees its
+Unusual: pieces of one step reach the event loop in one call. Beside more than CROWD texts streams put several pieces
+into one event, so that all together they send at most EVENTS per second: with one per token, Python would be busier
+than the GPU. A reader that goes away frees its
 rows before the next step. A page of another site cannot use a server on loopback: its Origin, or a Host that is not
 ours, is refused.
 """
@@ -35,7 +36,7 @@ from tokenformer.serve.protocol import Asked, Refused, Writer, joined, read_requ
 
 BODY = 1 << 23  # bytes of a request, at most
 LARGE = 1 << 13  # bytes from which on a body is read beside the event loop
-CROWD, PAUSE = 8, 0.02  # seconds between two events of a stream, beside more texts than CROWD
+CROWD, EVENTS, PAUSE = 8, 1600, 0.1  # PAUSE: seconds between two events of a stream, at most
 GONE = 499  # counted for a client that went away before its answer was sent
 OPEN = ("/", "/health")  # what needs no key
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -265,7 +266,7 @@ class Service:
     async def _pieces(
         self, count: int, events: asyncio.Queue, begun: float, stream: bool
     ) -> AsyncIterator[list[Piece]]:
-        """Yield what has come until all answers have ended, at most so often in a stream as PAUSE says."""
+        """Yield what has come until all answers have ended; a stream beside others waits between two events."""
         first = True
         while count:
             pieces = [await events.get()]
@@ -285,7 +286,7 @@ class Service:
             count -= sum(piece.reason is not None for piece in pieces)
             yield pieces
             if count and crowded:
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(min(PAUSE, self.batcher.running / EVENTS))
         self.metrics.whole.add(time.perf_counter() - begun)
 
     async def _whole(self, asked: Asked, answers: list[Answer], events: asyncio.Queue, begun: float) -> Response:
