@@ -92,9 +92,13 @@ class Engine:
         self.read(prefix)
 
     def _skip(self, model: LanguageModel, share: float, tuning: Tuning, fp8: bool) -> None:
-        """Skip value tokens from now on; what is skipped is found on a text that the model writes itself."""
-        count = min(OWN_TEXT, self.context - 1)
+        """Skip value tokens from now on; what is skipped is found on a text that the model writes itself, by PyTorch's
+        operations, so that every backend skips the same.
+        """
+        count, hidden = min(OWN_TEXT, self.context - 1), self.hidden
+        _, self.make_step, self.hidden, _ = choose_backend(model, self.packed, "torch", tuning)
         ids = [0, *self.generate([[0]], count, Sampling(temperature=1.0))[0].ids]
+        self.hidden = hidden
         sparse, skips = skipping(model, self.packed.dtype, torch.tensor([ids], device=self.packed.device), share)
         step, saved = plain_step(sparse), "nothing is saved without kernels"
         if self.backend == "triton":
