@@ -281,11 +281,18 @@ def test_prompts_that_fit_into_one_chunk_enter_together_and_requests_take_turns(
         return deque(Answer(0, Text([1] * n), 1, Piecewise(BYTES.decode, []), None, print) for n in lengths)
 
     waiting = deque([request(4, 4, 4), request(3), request(20), request(2)])
-    batcher = SimpleNamespace(slots=SimpleNamespace(free=9), engine=SimpleNamespace(chunk=8), _waiting=waiting)
+    batcher = SimpleNamespace(slots=SimpleNamespace(free=9), _waiting=waiting)
     groups = []
     while waiting:
-        groups.append([len(answer.text.ids) for answer in Batcher._next_group(batcher)])
+        groups.append([len(answer.text.ids) for answer in Batcher._next_group(batcher, 8)])
     assert groups == [[4, 3], [20], [2, 4], [4]]
+
+
+@pytest.mark.parametrize(("waiting", "free", "chunks"), [(0, 64, 1), (1, 64, 1), (16, 64, 2), (300, 64, 8), (300, 4, 1)])
+def test_prompts_enter_in_more_chunks_at_once_where_many_rows_can_be_filled(waiting, free, chunks):
+    slots = SimpleNamespace(free=free, rows=64)
+    batcher = SimpleNamespace(slots=slots, engine=SimpleNamespace(chunk=10), waiting=waiting)
+    assert Batcher._room(batcher) == 10 * chunks
 
 
 def test_pages_of_other_sites_are_refused(server):

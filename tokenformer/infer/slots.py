@@ -108,9 +108,10 @@ class Slots:
         """How many texts can enter now."""
         return 0 if self.entering else self.rows - len(self.texts)
 
-    def enter(self, texts: Sequence[Text]) -> None:
-        """Let texts begin in free rows; `launch` computes their prompts in chunks."""
+    def enter(self, texts: Sequence[Text], room: int | None = None) -> None:
+        """Let texts begin in free rows; `launch` computes their prompts in chunks of `room` positions in all."""
         self.entering, self.entered, first = list(texts), 0, len(self.texts)
+        self._chunk = max(1, (room or self.engine.chunk) // len(texts))
         rows, device = slice(first, first + len(texts)), self.ints.device
         for i, text in enumerate(texts):
             text.row = first + i
@@ -164,7 +165,7 @@ class Slots:
     def _prefill(self) -> bool:
         """Compute one chunk of the prompts; after the last one, choose their first tokens and return True."""
         texts, start, engine = self.entering, self.entered, self.engine
-        stop = min(start + max(1, engine.chunk // len(texts)), self._ids_BT.shape[1])
+        stop = min(start + self._chunk, self._ids_BT.shape[1])
         rows, how = slice(texts[0].row, texts[0].row + len(texts)), self._how(texts)
         cache = self.cache.part(rows)
         hidden_BTD = engine.hidden(self._ids_BT[:, start:stop], cache, start, self._switches(rows, how))
@@ -205,7 +206,9 @@ class Slots:
         cache = self.cache.part(rows, slots)
         logits_BW = self._steps[size](ints[TOKEN], ints[POSITION], cache, self._switches(rows, how))
         ints[POSITION] += ints[LIVE]
-        self._pick(logits_BW.to(torch.promote_types(logits_BW.dtype, torch.float32)), rows, how)
+        if how.sampled or how.tops:
+            logits_BW = logits_BW.to(torch.promote_types(logits_BW.dtype, torch.float32))
+        self._pick(logits_BW, rows, how)
 
     def _replay(self, size: int, how: How) -> None:
         """Replay the graph of a step; capture it when it comes for the first time, with no row alive meanwhile."""

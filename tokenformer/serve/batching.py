@@ -15,6 +15,8 @@ from tokenformer.infer.engine import Engine
 from tokenformer.infer.slots import Made, Slots, Text, Token
 from tokenformer.infer.text import AnyTokenizer, Piecewise, token_start
 
+CHUNKS = 8  # of prompts in one step, at most
+
 
 class Placed(NamedTuple):
     """A token, and where its text begins in the answer."""
@@ -192,14 +194,15 @@ class Batcher:
                 self._cancelled.clear()
                 if self._stopping:
                     return False
-                group = self._next_group()
+                room = self._room()
+                group = self._next_group(room)
                 if group or self._running:
                     break
                 self._change.wait()
         if group:
             self._running |= {answer.text: answer for answer in group}
             self.counts.prompt_tokens += sum(len(answer.text.ids) for answer in group)
-            self.slots.enter([answer.text for answer in group])
+            self.slots.enter([answer.text for answer in group], room)
         return True
 
     def _drop(self, answer: Answer) -> None:
@@ -211,14 +214,19 @@ class Batcher:
             self.slots.leave(self._running.pop(answer.text).text)
         self._waiting = deque(r for r in (deque(a for a in r if a.reason is None) for r in self._waiting) if r)
 
-    def _next_group(self) -> list[Answer]:
-        """Take answers, one of each request in turn, whose prompts together fit into one chunk; a longer one alone."""
+    def _room(self) -> int:
+        """Return how many positions of prompts a step may compute: more where many of the rows can be filled."""
+        fill = min(self.waiting, self.slots.free)
+        return self.engine.chunk * max(1, CHUNKS * fill // self.slots.rows)
+
+    def _next_group(self, room: int) -> list[Answer]:
+        """Take answers, one of each request in turn, whose prompts together fit into `room`; a longer one alone."""
         group: list[Answer] = []
         longest, free = 0, self.slots.free
         while self._waiting and len(group) < free:
             request = self._waiting[0]
             longest = max(longest, len(request[0].text.ids))
-            if group and longest * (len(group) + 1) > self.engine.chunk:
+            if group and longest * (len(group) + 1) > room:
                 break
             self._waiting.popleft()
             group.append(request.popleft())

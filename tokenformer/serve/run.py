@@ -1,6 +1,7 @@
 """Starts a server: opens the model, listens, and ends when it is told to, after what it has begun."""
 
 import argparse
+import gc
 import ipaddress
 import socket
 import sys
@@ -110,6 +111,7 @@ def serve(service: Any, address: Address) -> int:
     from tokenformer.serve.ending import Server
 
     sys.setswitchinterval(SWITCH)
+    gc.freeze()  # what is there now stays: a search through all of it would hold up every text for a tenth of a second
     listening = address.listen()
     host, port = listening.getsockname()[:2]
     server = Server(service)
