@@ -288,7 +288,9 @@ def test_prompts_that_fit_into_one_chunk_enter_together_and_requests_take_turns(
     assert groups == [[4, 3], [20], [2, 4], [4]]
 
 
-@pytest.mark.parametrize(("waiting", "free", "chunks"), [(0, 64, 1), (1, 64, 1), (16, 64, 2), (300, 64, 8), (300, 4, 1)])
+@pytest.mark.parametrize(
+    ("waiting", "free", "chunks"), [(0, 64, 1), (1, 64, 1), (16, 64, 2), (300, 64, 8), (300, 4, 1)]
+)
 def test_prompts_enter_in_more_chunks_at_once_where_many_rows_can_be_filled(waiting, free, chunks):
     slots = SimpleNamespace(free=free, rows=64)
     batcher = SimpleNamespace(slots=slots, engine=SimpleNamespace(chunk=10), waiting=waiting)

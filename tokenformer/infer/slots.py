@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenformer.infer.batch import capture, warm_up
 from tokenformer.infer.cache import StaticCache
-from tokenformer.infer.engine import SLOTS, Engine, Step, capture, warm_up
+from tokenformer.infer.engine import SLOTS, Engine, Step
 from tokenformer.infer.sampling import Sampling, choose_each, uniform
 from tokenformer.infer.scoring import LOGITS
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from tokenformer.errors import UserError
-from tokenformer.infer.engine import Engine, Finished
+from tokenformer.infer.batch import Finished
+from tokenformer.infer.engine import Engine
 from tokenformer.infer.sampling import Sampling
 
 LIVE = 4  # tokens between two pieces for somebody who reads along
