@@ -1,6 +1,7 @@
 """Good folders that tests may harm, and the check that a command is refused in one sentence."""
 
 import shutil
+from importlib import import_module
 
 import pytest
 
@@ -34,6 +35,17 @@ def folder(originals, tmp_path):
         return tmp_path / kind
 
     return copy
+
+
+@pytest.fixture(params=["one", "segmented", "transformer", "llama"])
+def both(request):
+    """A native model, and the same as a class of transformers."""
+    return import_module("tests.hub.hf_models").pair(request.param)
+
+
+@pytest.fixture
+def one():
+    return import_module("tests.hub.hf_models").pair("one")
 
 
 def remade(folder):

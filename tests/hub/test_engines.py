@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import tokenformer
-from tests.hub.test_hf import CONFIGS, IDS, lively
+from tests.hub.hf_models import CONFIGS, IDS, lively
 from tokenformer import UserError
 
 pytest.importorskip("transformers", minversion="5.17")
