@@ -44,6 +44,13 @@ TESTS = {  # beside those in the folder of a room; "": of all in ROOMS
     "infer": "cli/test_{generate,captions,pairs,draw,predict}.py",
     "eval": "cli/test_{eval,captions,pairs,predict}.py",
     "adapters.py": "test_adapters.py hub/test_{adapter_folder,hf_adapters}.py cli/test_adapter.py",
+    "hub": "cli/test_{info_convert,adapter}.py test_before.py",
+    "data/images": "cli/test_{data_images,eval_images,predict}.py train/test_classify.py",
+    "models/image.py": "models/test_image.py hub/test_hf_images.py train/test_classify.py",
+    "ops/augment.py": "ops/test_augment.py train/test_classify.py",
+    "train/classify.py": "train/test_classify.py cli/test_eval_images.py",
+    "train/fp8.py": "train/test_fp8.py",
+    "ops/fp8.py": "ops/test_fp8.py",
 }
 SLOW = ("tests/infer/test_kernels.py", "tests/serve/test_load.py")  # Triton's interpreter, and what only load shows
 BY_CASE = ("tests/parallel/test_equal.py", "tests/parallel/test_tokens.py")  # all of their runs at once take minutes,
