@@ -168,6 +168,9 @@ def test_intermediates_are_the_states_behind_the_blocks():
     torch.testing.assert_close(normed[0].flatten(2).mT, features[:, 1:], rtol=0, atol=0)
     _, last = model.forward_intermediates(x, indices=2)
     assert torch.equal(last[0], maps[1]) and torch.equal(last[1], maps[2])
+    for strange in (4, [3], [-4]):
+        with pytest.raises(UserError, match="has 3 blocks"):
+            model.forward_intermediates(x, indices=strange)
 
 
 def test_another_head():

@@ -81,8 +81,11 @@ class ImageModel(Trunk):
         applies the final norm to the maps.
         """
         count = len(self.blocks)
-        wanted = range(count) if indices is None else indices
-        wanted = [i % count for i in (range(count - wanted, count) if isinstance(wanted, int) else wanted)]
+        last = count if indices is None else indices
+        wanted = list(range(count - last, count) if isinstance(last, int) else last)
+        if not all((0 if isinstance(last, int) else -count) <= i < count for i in wanted):
+            raise UserError(f"indices is {indices}, but the model has {count} blocks: give numbers of them, from 0")
+        wanted = [i % count for i in wanted]
         seen: dict[int, Tensor] = {}
         x_BTD, view = self.embed(pixels, None)
         view = self.with_active(view, x_BTD)
