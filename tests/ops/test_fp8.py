@@ -39,6 +39,12 @@ def test_numbers_are_rounded_to_three_bits_and_the_smallest_to_a_share_of_the_la
     assert rounded[1] == [1.0, 16 / 128, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_scales_are_bounded_so_that_two_of_them_together_are_finite():
+    assert [fp8.scale_of(torch.tensor([2.0**e])).log2().item() for e in (-100, -54, -53, -52, 67, 68)] == [
+        60, 60, 60, 59, -60, -60,
+    ]  # fmt: skip
+
+
 def test_a_product_of_numbers_that_fp8_holds_is_exact_and_so_are_its_gradients():
     a, b, up = (normal(*shape, seed=i).mul(4).round() for i, shape in enumerate([(5, 7), (3, 7), (5, 3)]))
     assert max(t.abs().max() for t in (a, b, up)) <= 16  # whole numbers up to there are exact

@@ -247,6 +247,15 @@ def test_fine_tuning_at_another_size_and_with_other_classes(file, tmp_path):
     assert len(more.head.weight) == 7 and torch.equal(more.patches.weight, old["patches.weight"])
 
 
+def test_fine_tuning_without_learned_positions_at_another_size(file, tmp_path):
+    turned = ("model.positions=rotary", "model.rotary_fraction=1")
+    small = train(file, tmp_path / "run", "train.ema=0", "steps=2", *turned).model
+    how = ["train.ema=0", "steps=0", f"start={tmp_path / 'run'}", "model.image_size=48", *turned]
+    larger = train(file, tmp_path / "larger", *how).model
+    assert larger.config.image_size == 48
+    assert all(torch.equal(larger.get_parameter(name), p) for name, p in small.named_parameters())
+
+
 def test_other_pixels_than_those_of_the_first_weights_are_said(file, tmp_path, capsys):
     train(file, tmp_path / "run", "steps=0")
     capsys.readouterr()

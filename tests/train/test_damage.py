@@ -18,7 +18,7 @@ from tests.train.test_crash import kill_at_a_random_moment
 from tokenformer.cli.main import main
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, write_manifest
-from tokenformer.hub.run_folder import all_steps
+from tokenformer.hub.run_folder import all_steps, find_newest, sweep
 from tokenformer.train.trainer import Trainer
 
 THREE = ("steps=30", "checkpoint.every=10", "checkpoint.keep=0")
@@ -79,6 +79,12 @@ def test_a_damaged_newest_checkpoint_is_said_kept_aside_and_the_one_before_it_us
     aside = newest.with_name("step-00000030.damaged")
     assert {p.relative_to(aside): p.read_bytes() for p in aside.rglob("*") if p.is_file()} == left
     assert same(result(undamaged), result(run)) and list(all_steps(run)) == [10, 20, 30]
+
+
+def test_last_names_the_checkpoint_in_use_before_the_next_one_is_written(run):
+    (run / "checkpoints" / "step-00000030" / "state.json").write_bytes(b"")
+    sweep(run, find_newest(run))
+    assert (run / "checkpoints" / "last").read_text() == "step-00000020\n"
 
 
 @pytest.mark.parametrize("harm", HARM)
