@@ -54,8 +54,9 @@ def _numeric(text: str) -> bool:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callable[[float], None]]:
-    """Show on standard error how much of a total is done, as `meter` does; `advance(amount)` adds to it.
+def progress(title: str, total: float | None, unit: str = "", before: float = 0.0) -> Iterator[Callable[[float], None]]:
+    """Show on standard error how much of a total is done, as `meter` does; `advance(amount)` adds to it. `before`: what
+    was done earlier and counts in no rate.
 
     >>> with progress("counting", 3) as advance:
     ...     for _ in range(3):
@@ -67,14 +68,14 @@ def progress(title: str, total: float | None, unit: str = "") -> Iterator[Callab
         nonlocal done
         done += amount
         rate = f", {done / (time.monotonic() - start + 1e-9):,.0f}{unit}/s" if unit else ""
-        show(done, f"{done:,.0f}{unit}{rate}")
+        show(before + done, f"{before + done:,.0f}{unit}{rate}")
 
-    with meter(title, total) as show:
+    with meter(title, total, before) as show:
         yield advance
 
 
 @contextlib.contextmanager
-def meter(title: str, total: float | None) -> Iterator[Callable[[float, str], None]]:
+def meter(title: str, total: float | None, before: float = 0.0) -> Iterator[Callable[[float, str], None]]:
     """Show progress and a note (rates, counts) by `show(done, note)`: a bar on a terminal, a line every 10 s in a log.
 
     >>> with meter("reading", 100) as show:
@@ -89,7 +90,7 @@ def meter(title: str, total: float | None) -> Iterator[Callable[[float, str], No
         if not total:
             columns = [column for column in columns if column not in (percent, left)]
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=total, note="")
+            task = bar.add_task(title, total=total, completed=int(before), note="")
             yield lambda done, note: bar.update(task, completed=done, note=note)
         return
     start = time.monotonic()
@@ -101,7 +102,8 @@ def meter(title: str, total: float | None) -> Iterator[Callable[[float, str], No
         if now - printed >= 10:
             printed = now
             share = f"{100 * done / total:.0f} %, " if total else ""
-            left = f", {(now - start) * (total - done) / done:.0f} s left" if total and done else ""
+            new = done - before
+            left = f", {(now - start) * (total - done) / new:.0f} s left" if total and new else ""
             print(f"{title}: {share}{note}{left}", file=sys.stderr, flush=True)
 
     yield show

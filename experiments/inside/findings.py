@@ -46,9 +46,9 @@ def written(lines: list[dict]) -> tuple[float, float]:
     return mean(own), mean(other)
 
 
-def predicted(model, ids: torch.Tensor, pairs: int, seed: int) -> list[tuple[int, float, float, float]]:
-    """(layer, direct effect, switched off, masked) of random tokens at random places."""
-    seen, wanted, draw = ids[:-1], ids[1:], random.Random(seed)
+def predicted(model, ids: torch.Tensor, pairs: int, draw: random.Random) -> list[tuple[int, float, float, float]]:
+    """(layer, direct effect, switched off, masked) of random tokens at random places of a passage."""
+    seen, wanted = ids[:-1], ids[1:]
     found, asked, direct = direct_effects(model, seen, wanted), [], []
     writers = [(layer, name, module) for layer, name, module in layers(model) if name in ("proj", "ffn")]
     for _ in range(pairs):
@@ -71,7 +71,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("looked", type=Path)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=200, help="of tokens and places, in each of several passages")
+    parser.add_argument("--passages", type=int, default=10)
     args = parser.parse_args()
     groups = collections.defaultdict(list)
     for text in (args.looked / "tokens.jsonl").read_text(encoding="utf-8").splitlines():
@@ -95,8 +96,11 @@ def main() -> None:
     print(f"{dead} dead tokens, {twins} with a twin, of {sum(map(len, groups.values()))}")
     opened = open_model(args.model, dtype="float32")
     model = opened.model.eval()
-    ids = opened.tokenizer.encode(args.text.read_text(encoding="utf-8")[-8 * model.config.context :])
-    rows = predicted(model, torch.tensor(ids[: model.config.context + 1]), args.pairs, seed=0)
+    ids = torch.tensor(opened.tokenizer.encode(args.text.read_text(encoding="utf-8")))
+    length, draw = model.config.context + 1, random.Random(0)
+    assert len(ids) >= args.passages * length, "the text is too short for so many passages"
+    starts = [i * (len(ids) - length) // max(1, args.passages - 1) for i in range(args.passages)]
+    rows = [row for start in starts for row in predicted(model, ids[start : start + length], args.pairs, draw)]
     for layer in [None, *range(depth)]:
         some = [row for row in rows if layer in (None, row[0])]
         _, direct, off, masked = (list(column) for column in zip(*some, strict=True))

@@ -4,8 +4,36 @@ import pytest
 
 from tests.inside.test_inside import folder, looked  # noqa: F401 (fixtures)
 from tests.serve.test_page import browser, wait  # noqa: F401 (fixture)
+from tokenformer.cli.main import main
 
 pytestmark = pytest.mark.browser
+
+
+def test_texts_that_are_not_ascii_and_words_of_several_tokens(browser, folder, tmp_path):  # noqa: F811
+    from selenium.webdriver.common.by import By
+
+    text = "Ein Café in 北京, " * 60
+    (tmp_path / "text.txt").write_text(text)
+    words = ["--text", str(tmp_path / "text.txt"), "--sample", "40", "--out", str(tmp_path / "looked")]
+    assert main(["explore", str(folder / "model"), *words]) == 0
+    browser.set_window_size(500, 900)
+    browser.get(f"file://{tmp_path / 'looked' / 'index.html'}")
+    wait(lambda: browser.find_element(By.TAG_NAME, "body").get_attribute("data-ready") == "yes")
+    query, found = browser.find_element(By.ID, "query"), browser.find_element(By.ID, "found")
+    for word in ("北京", "Café", "Ei"):
+        query.clear()
+        query.send_keys(word)
+        wait(lambda: found.find_elements(By.TAG_NAME, "button"))[0].click()
+        marked = browser.find_elements(By.CSS_SELECTOR, "#card .ctx")
+        assert any(word in place.text for place in marked) and "bytes:" not in found.text
+    query.clear()
+    query.send_keys("/[/")
+    assert "Invalid regular expression" in found.text
+    shown = "".join(word.text for word in browser.find_elements(By.CSS_SELECTOR, "#text button"))
+    assert shown.replace("·", "").replace(" ", "") in text.replace(" ", "")
+    width = browser.execute_script("return document.documentElement.scrollWidth")
+    assert width <= browser.execute_script("return window.innerWidth")
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
 def test_search_card_and_text_view_answer(browser, looked, tmp_path):  # noqa: F811

@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> None:
 
     refuse_existing(args.out, args.force)
     refuse_overlap(args.out, args.source)
-    factors: dict[Token, float] = {}
-    for text in [f"{name}=0" for name in args.mute] + args.boost:
+    wanted, factors = [(name, 0.0) for name in args.mute], dict[Token, float]()
+    for text in args.boost:
         name, _, number = text.partition("=")
         try:
             factor = float(number)
@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> None:
             factor = math.nan
         if not math.isfinite(factor):
             raise UserError(f"--boost is '{text[:80]}': write TOKEN=FACTOR, such as 3:ffn:120=2")
+        wanted.append((name, factor))
+    for name, factor in wanted:
         token = parse_token(name)
         if token in factors:
             raise UserError(f"{token} is named twice: name it once")

@@ -3,8 +3,8 @@
 example: tokenformer explore runs/small --text sample.txt --out looked
          tokenformer explore my-folder --text corpus.jsonl --tokens 5000000 --out looked
 
-One pass over the text; killed, the same command goes on where it was. --out then holds index.html (open it in a
-browser), tokens.jsonl (a line for each parameter token) and tables.safetensors, for `shrink --by explored`.
+One pass over the text; stopped or killed, the same command goes on where it was. --out then holds index.html (open it
+in a browser), tokens.jsonl (a line for each parameter token) and tables.safetensors, for `shrink --by explored`.
 """
 
 import argparse
@@ -15,6 +15,8 @@ from tokenformer.cli.main import source_arguments
 from tokenformer.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from torch import Tensor
 
     from tokenformer.hub.open import Opened
@@ -24,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     source_arguments(parser)
     add("--text", type=Path, required=True, help="a text, JSON lines, Parquet, or a prepared set")
+    add("--field", default="text", help="the field of JSON lines or Parquet that holds the text (default: text)")
     add("--tokens", type=int, default=1_000_000, metavar="N", help="how much of it, in tokens (default 1,000,000)")
     add("--sample", type=int, default=160, metavar="N", help="tokens of the text view (default 160)")
     add(
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     refuse_overlap(args.out, args.source)
     opened = open_model(args.source, args.config, tokenizer=args.tokenizer, device=args.device, dtype="float32")
     opened.need("language")
-    ids_BT = read_ids(args.text, opened, args.tokens)
+    ids_BT = read_ids(args.text, args.field, opened, args.tokens)
     model = opened.model.eval()
     identity = {
         "model": digest(model.config, dict(model.named_parameters())),
@@ -79,11 +82,10 @@ def run(args: argparse.Namespace) -> None:
 
     left = ids_BT[tally.rows // ids_BT.shape[1] :]
     shown = [tally.rows]
-    with progress("reading", ids_BT.numel(), " tokens") as advance:
-        advance(tally.rows)
-        tally = explore(
-            model, (rows.to(opened.device) for rows in left.split(args.batch or 8)), tally=tally, after=save
-        )
+    batches = (rows.to(opened.device) for rows in left.split(args.batch or 8))
+    with progress("reading", ids_BT.numel(), " tokens", tally.rows) as advance:
+        tally = explore(model, batches, tally=tally, after=save)
+    save_state(state, tally, identity)
     write(args, opened, model.cpu(), tally.to("cpu"), ids_BT, identity)
     state.unlink(missing_ok=True)
     dead = sum(int(tally.dead(where).sum()) for where in tally.tables)
@@ -92,16 +94,14 @@ def run(args: argparse.Namespace) -> None:
     print(args.out / "index.html")
 
 
-def read_ids(path: Path, opened: "Opened", most: int) -> "Tensor":
+def read_ids(path: Path, field: str, opened: "Opened", most: int) -> "Tensor":
     """Return the first tokens of a text in rows of the model's context; what does not fill a row is left out."""
     import itertools
 
     import numpy as np
     import torch
 
-    from tokenformer.eval.perplexity import open_documents
-
-    every = itertools.chain.from_iterable(document.ids for document in open_documents(path, opened.tokenizer))
+    every = itertools.chain.from_iterable(read_tokens(path, field, opened.tokenizer))
     found = np.fromiter(itertools.islice(every, most), dtype=np.int32)
     length = min(opened.config.context, 1024, max(2, len(found)))
     rows = len(found) // length
@@ -110,29 +110,49 @@ def read_ids(path: Path, opened: "Opened", most: int) -> "Tensor":
     return torch.from_numpy(found[: rows * length]).long().view(rows, length)
 
 
+def read_tokens(path: Path, field: str, tokenizer: Any) -> "Iterator[Sequence[int]]":
+    """Yield the tokens of texts, a fragment of a long one at a time; the token that ends documents stands between."""
+    from tokenformer.data.text.inputs import find_inputs
+    from tokenformer.data.text.reading import Reading, read_units
+    from tokenformer.eval.perplexity import is_prepared, open_documents
+
+    end, between = tokenizer.end_of_document, []
+    if is_prepared(path):
+        for document in open_documents(path, tokenizer):
+            yield from (between, document.ids)
+            between = [end]
+        return
+    for source in find_inputs([path]):
+        for unit in read_units(source, Reading(field=field, can_skip=False), tokenizer.cuts):
+            if not unit.left_out:
+                yield from (between, [id for id in tokenizer.encode(unit.text) if id != end])
+                between = [end] if unit.last else []
+
+
 def write(args: argparse.Namespace, opened: "Opened", model: Any, tally: Any, ids_BT: "Tensor", identity: dict) -> None:
     import json
+    from functools import partial
 
     from tokenformer.data.text.token_names import token_names
     from tokenformer.files import atomic_folder
     from tokenformer.inside import page, record
     from tokenformer.inside.learned import what_growth_learned
+    from tokenformer.terminal import progress
 
-    ids_T, names = ids_BT.flatten(), token_names(opened.tokenizer)
-    word = lambda id: names(id)[0]  # noqa: E731
-
-    def around(place: int) -> str:
-        before, after = ids_T[max(0, place - 12) : place + 1], ids_T[place + 1 : place + 6]
-        return f"{opened.tokenizer.decode(before.tolist())}⟩{opened.tokenizer.decode(after.tolist())}"
-
+    ids, names = ids_BT.flatten().tolist(), token_names(opened.tokenizer)
+    around = partial(record.context, ids, ids_BT.shape[1], names)
     vocab = min(opened.tokenizer.vocab_size, model.config.vocab)
-    cards = list(record.cards(model, tally, vocab))
+    cards = []
+    with progress("reading values", len(tally.tables), " segments") as advance:
+        for card in record.cards(model, tally, vocab):
+            cards.append(card)
+            advance(1)
     segments = page.segments_of(cards)
     sample = ids_BT[-1, : args.sample]
     view = page.text_view(model, sample, segments, args.switch_off)
     compared = ids_BT[: max(1, 65536 // ids_BT.shape[1])]
     learned = what_growth_learned(model, compared)
-    growth = None if learned is None else page.growth_view(learned, compared.flatten(), vocab)
+    growth = None if learned is None else page.growth_view(learned, compared, vocab)
     notes = [
         f"{model.cost().parameters:,} parameters, {sum(s['count'] for s in segments):,} parameter tokens; "
         f"{tally.rows:,} tokens of {args.text.name}. A token fires where its activation Θ is above 1.",
@@ -145,7 +165,7 @@ def write(args: argparse.Namespace, opened: "Opened", model: Any, tally: Any, id
         (beside / record.ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         with open(beside / "tokens.jsonl", "w", encoding="utf-8") as file:
             for card, place in zip(cards, segments, strict=True):
-                file.writelines(line + "\n" for line in record.lines(card, place["first"], word, around))
+                file.writelines(line + "\n" for line in record.lines(card, place["first"], names, around))
         title = f"Inside {Path(str(args.source)).name}"
-        made = page.make_page(title, notes, cards, ids_T, word, vocab, view, growth)
+        made = page.make_page(title, notes, cards, ids_BT, names, vocab, view, growth)
         (beside / "index.html").write_text(made, encoding="utf-8")

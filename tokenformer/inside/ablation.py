@@ -1,8 +1,13 @@
-"""Switch single parameter tokens off: their values count as zero, or their rows are as if they were not there."""
+"""Switch single parameter tokens off: their values count as zero, or their rows are as if they were not there.
+
+Unusual: values are switched off in place, so all who use the model see it, but for an engine that was made before: it
+has packed the weights. A token may be switched off by several with blocks; the last one that ends gives it back.
+"""
 
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -37,8 +42,10 @@ def parse_token(text: str) -> Token:
     return Token(int(found[1]), found[2], int(found[3]))
 
 
-def find(model: Any, token: Token) -> tuple[Any, int, int]:
+def find(model: Any, token: Token | str) -> tuple[Any, int, int]:
     """Return the layer of a token, its segment and its row there."""
+    check_model(model)
+    token = parse_token(token if isinstance(token, str) else ":".join(map(str, token)))
     for layer, name, module in layers(model):
         if (layer, name) == token[:2]:
             row = token.row
@@ -48,6 +55,17 @@ def find(model: Any, token: Token) -> tuple[Any, int, int]:
                 row -= len(segment.key_tokens)
             raise UserError(f"{token} is not there: layer {layer}'s {name} has {token.row - row} tokens, from 0 on")
     raise UserError(f"{token} is not there: the model has {model.config.layers} layers, from 0 on")
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is not a language model of parameter tokens."""
+    c = model.config
+    of, kind = getattr(c, "of", None), getattr(c, "kind", None)
+    if of is None:
+        raise UserError(f"this is a {type(model).__name__}, not a model of this package: take tokenformer.load(FOLDER)")
+    if of != "language" or kind != "tokenformer":
+        what = f"{of} of kind {kind}"
+        raise UserError(f"this is a model of {what}, but only a TokenFormer for language can be explored: give one")
 
 
 def refuse_switches(model: Any) -> None:
@@ -60,8 +78,11 @@ def refuse_switches(model: Any) -> None:
         )
 
 
+_OFF = threading.Lock()
+
+
 @contextlib.contextmanager
-def ablate(model: Any, tokens: Iterable[Token | str], how: str = "value") -> Iterator[None]:
+def ablate(model: Any, tokens: Iterable[Token | str] | str, how: str = "value") -> Iterator[None]:
     """Switch tokens off, inside of the with block: `value` (they add nothing, the norm of the others stays) or `mask`
     (as if their rows were not there, so the others are normalised without them).
 
@@ -71,17 +92,16 @@ def ablate(model: Any, tokens: Iterable[Token | str], how: str = "value") -> Ite
     ...     tiny.blocks[0].ffn.segments[0].value_tokens[3].abs().sum().item()
     0.0
     """
-    found = [find(model, parse_token(token) if isinstance(token, str) else token) for token in tokens]
     if how not in ("value", "mask"):
         raise UserError(f"how is '{how}': give value or mask")
+    found = [find(model, token) for token in ([tokens] if isinstance(tokens, str) else tokens)]
     with contextlib.ExitStack() as held:
         if how == "value":
             for module, segment, row in found:
-                values = module.segments[segment].value_tokens.data
-                held.callback(values[row].copy_, values[row].clone())
-                values[row].zero_()
+                held.enter_context(_without_value(module.segments[segment], row))
             yield
             return
+        refuse_switches(model)
         for module in {id(module): module for module, _, _ in found}.values():
             masks = [torch.ones(len(s.key_tokens), dtype=torch.bool) for s in module.segments]
             for other, segment, row in found:
@@ -92,5 +112,26 @@ def ablate(model: Any, tokens: Iterable[Token | str], how: str = "value") -> Ite
         yield
 
 
+@contextlib.contextmanager
+def _without_value(segment: Any, row: int) -> Iterator[None]:
+    """Set a value to zero until all who did so have ended."""
+    values = segment.value_tokens
+    with _OFF, torch.no_grad():
+        off = vars(segment).setdefault("_off", {})  # row -> its value, and how many hold it off
+        value, count = off.get(row) or (values[row].clone(), 0)
+        off[row] = value, count + 1
+        values[row] = 0
+    try:
+        yield
+    finally:
+        with _OFF, torch.no_grad():
+            value, count = off.pop(row)
+            if count > 1:
+                off[row] = value, count - 1
+            else:
+                values[row] = value
+
+
 def _masked(mask: Tensor, _module: Any, inputs: tuple, words: dict) -> tuple[tuple, dict]:
-    return inputs, {**words, "mask": mask.to(inputs[0].device)}
+    mask, other = mask.to(inputs[0].device), words.get("mask")
+    return inputs, {**words, "mask": mask if other is None else mask & other}

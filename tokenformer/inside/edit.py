@@ -23,7 +23,8 @@ def edit(model: Any, factors: Mapping[Token, float]) -> Any:
     with torch.no_grad():
         for token, factor in factors.items():
             module, segment, row = find(changed, token)
-            module.segments[segment].value_tokens[row].mul_(factor)
+            value = module.segments[segment].value_tokens[row].mul_(factor)
+            need(bool(value.isfinite().all()), f"{token} times {factor:g} is no finite number: give another factor")
     said = {str(token): factor for token, factor in factors.items()}
     changed.history = [*model.history, {"what": "edit", "number": len(model.history), "factors": said}]
     return changed

@@ -5,7 +5,7 @@ Legend: T positions, D dim, N parameter tokens of one segment, W vocabulary.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.growth.measure import Where, layers
-from tokenformer.inside.ablation import Token, ablate, refuse_switches
+from tokenformer.inside.ablation import Token, ablate, check_model, refuse_switches
 from tokenformer.models.layers import Norm
 
 
@@ -39,6 +39,7 @@ def through_norm(norm: Norm, written: Tensor) -> Tensor:
 @torch.no_grad()
 def direct_effects(model: Any, ids_T: Tensor, wanted_T: Tensor) -> Effects:
     """Return the direct effects on the logits of `wanted` at each position of a text that fits into the context."""
+    check_model(model)
     refuse_switches(model)
     active: dict[Where, Tensor] = {}
     stream: list[Tensor] = []
@@ -75,7 +76,12 @@ def direct_effects(model: Any, ids_T: Tensor, wanted_T: Tensor) -> Effects:
 
 @torch.no_grad()
 def real_effects(
-    model: Any, ids_T: Tensor, wanted_T: Tensor, asked: Sequence[tuple[Token, int]], how: str = "value"
+    model: Any,
+    ids_T: Tensor,
+    wanted_T: Tensor,
+    asked: Sequence[tuple[Token, int]],
+    how: str = "value",
+    advance: Callable[[float], object] = lambda passes: None,
 ) -> list[float]:
     """Return, for each token and position asked for, what the logit loses when the token is switched off everywhere."""
     whole_T = model(ids_T[None]).logits[0].gather(1, wanted_T[:, None])[:, 0]
@@ -83,12 +89,15 @@ def real_effects(
     for token in dict.fromkeys(token for token, _ in asked):
         with ablate(model, [token], how):
             lost[token] = whole_T - model(ids_T[None]).logits[0].gather(1, wanted_T[:, None])[:, 0]
+        advance(1)
     return [lost[token][position].item() for token, position in asked]
 
 
 @torch.no_grad()
 def vocabulary_effects(model: Any, count: int, vocab: int) -> Iterator[tuple[Where, Tensor, Tensor]]:
-    """Yield, for each segment of proj and ffn, the ids (N, count) below `vocab` that it raises and lowers most."""
+    """Yield, for each segment of proj and ffn, the ids (N, count) below `vocab` that it raises and lowers most; −1
+    where a token raises all ids alike, as one does whose values are zero.
+    """
     for layer, name, module in layers(model):
         if name not in ("proj", "ffn"):
             continue
@@ -97,7 +106,9 @@ def vocabulary_effects(model: Any, count: int, vocab: int) -> Iterator[tuple[Whe
             ids = []
             for part_ND in written_ND.split(512):
                 score_NW = part_ND @ model.head_rows(part_ND)[:vocab].T
-                ids.append(torch.stack([score_NW.topk(count).indices, (-score_NW).topk(count).indices]))
+                alike_N1 = (score_NW.amax(-1) == score_NW.amin(-1))[:, None]
+                both = torch.stack([score_NW.topk(count).indices, (-score_NW).topk(count).indices])
+                ids.append(both.masked_fill(alike_N1, -1))
             both = torch.cat(ids, 1)
             yield (layer, name, i), both[0], both[1]
 
@@ -105,17 +116,17 @@ def vocabulary_effects(model: Any, count: int, vocab: int) -> Iterator[tuple[Whe
 @torch.no_grad()
 def twins(segment: Any, close: float = 0.98) -> Tensor:
     """Return for each token of a segment the first other one with nearly the same key and value, -1 where none is (N,).
-
-    Keys are compared by their direction alone, since Θ ignores one scale of all keys; values with their length.
+    Both are compared by direction and length.
     """
-    key_ND, value_ND = (t.detach().float() for t in (segment.key_tokens, segment.value_tokens))
-    unit_ND, length_N = F.normalize(key_ND), value_ND.norm(dim=1).clamp_min(1e-30)
-    found = torch.full((len(key_ND),), -1)
-    for start in range(0, len(key_ND), 1024):
+    found = torch.full((len(segment.key_tokens),), -1)
+    pairs = [t.detach().float() for t in (segment.key_tokens, segment.value_tokens)]
+    for start in range(0, len(found), 1024):
         rows = slice(start, start + 1024)
-        alike = (unit_ND[rows] @ unit_ND.T > close) & (F.normalize(value_ND[rows]) @ F.normalize(value_ND).T > close)
-        ratio = length_N[rows, None] / length_N
-        alike &= (ratio > close) & (ratio < 1 / close)
+        alike = torch.ones(len(found[rows]), len(found), dtype=torch.bool, device=pairs[0].device)
+        for both in pairs:
+            unit, length_N = F.normalize(both), both.norm(dim=1).clamp_min(1e-30)
+            ratio = length_N[rows, None] / length_N
+            alike &= (unit[rows] @ unit.T > close) & (ratio > close) & (ratio < 1 / close)
         alike[torch.arange(len(alike)), torch.arange(start, start + len(alike))] = False
         some = alike.any(-1)
         found[rows][some] = alike[some].int().argmax(-1).to(found.device)

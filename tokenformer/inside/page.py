@@ -15,6 +15,8 @@ from torch import Tensor
 from tokenformer.inside.ablation import Token
 from tokenformer.inside.effects import Effects, direct_effects, real_effects
 from tokenformer.inside.learned import Learned, words
+from tokenformer.inside.tally import FIRES
+from tokenformer.terminal import progress
 
 HIGH, LOW = 8, 4  # places of a token that the page shows
 STRONGEST = 50  # tokens per position of the text view
@@ -62,7 +64,7 @@ def segments_of(cards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def text_view(model: Any, ids_T: Tensor, segments: Sequence[dict[str, Any]], switched_off: int) -> dict[str, Any]:
     """Return, for each position of a sample, what wrote the logit of its next token: the strongest tokens, their real
-    effect for the first of them, the sums per segment and the rest.
+    effect for the first `switched_off` of them, the sums per segment and the rest.
     """
     seen_T, wanted_T = ids_T[:-1], ids_T[1:]
     found: Effects = direct_effects(model, seen_T, wanted_T)
@@ -75,8 +77,12 @@ def text_view(model: Any, ids_T: Tensor, segments: Sequence[dict[str, Any]], swi
     names = {}
     for s in writers:
         names |= {s["start"] + i: Token(s["layer"], s["projection"], s["first"] + i) for i in range(s["count"])}
+    switched_off = min(switched_off, best.shape[1])
     asked = [(names[n], t) for t, row in enumerate(top_id_TK[:, :switched_off].tolist()) for n in row]
-    off = {how: real_effects(model, seen_T, wanted_T, asked, how) for how in ("value", "mask")} if asked else {}
+    off = {}
+    with progress("switching tokens off", 2 * len({token for token, _ in asked}), " passes") as advance:
+        for how in ("value", "mask") if asked else ():
+            off[how] = real_effects(model, seen_T, wanted_T, asked, how, advance)
     return {
         "ids": ids_T.tolist(),
         "logit": packed(found.logit_T, "f4"),
@@ -88,17 +94,17 @@ def text_view(model: Any, ids_T: Tensor, segments: Sequence[dict[str, Any]], swi
         "count": top_TK.shape[1],
         "effect": packed(top_TK, "f4"),
         "token": packed(top_id_TK, "u4"),
-        "off": switched_off if asked else 0,
+        "off": switched_off,
         **{f"off_{how}": packed(values, "f4") for how, values in off.items()},
     }
 
 
-def growth_view(learned: Learned, ids_T: Tensor, vocab: int, most: int = 30) -> dict[str, Any]:
+def growth_view(learned: Learned, ids_BT: Tensor, vocab: int, most: int = 30) -> dict[str, Any]:
     """Return the vocabulary entries and the places whose loss fell most through the newest segments."""
-    gain_W = words(learned, ids_T, vocab)
+    gain_W = words(learned, ids_BT.flatten(), vocab)
     best, worst = gain_W.topk(min(most, vocab)), (-gain_W).topk(min(most, vocab))
-    gains, places = learned.gain_T.topk(min(most, len(ids_T)))
-    counts = torch.bincount(ids_T[1:].cpu(), minlength=vocab)
+    gains, places = learned.gain_T.topk(min(most, ids_BT.numel()))
+    counts = torch.bincount(ids_BT[:, 1:].flatten().cpu(), minlength=vocab)  # nothing comes before the first of a row
 
     def rows(ids: Tensor) -> list[list[float]]:
         return [[i, gain_W[i].item(), counts[i].item()] for i in ids.tolist() if counts[i]]
@@ -116,19 +122,22 @@ def make_page(
     title: str,
     notes: Sequence[str],
     cards: Sequence[dict[str, Any]],
-    ids_T: Tensor,
-    word: Callable[[int], str],
+    ids_BT: Tensor,
+    name: Callable[[int], tuple[str, bytes]],
     vocab: int,
     view: dict[str, Any],
     growth: dict[str, Any] | None,
 ) -> str:
-    """Return the page's text."""
-    carried = ids_T[:CARRIED]
+    """Return the page's text. `name` gives the text of a token and its bytes (`token_names`)."""
+    carried, named = ids_BT.flatten()[:CARRIED], [name(i) for i in range(vocab)]
     data = {
         "segments": segments_of(cards),
         "columns": columns_of(cards, len(carried)),
         "text": packed(carried, "u4"),
-        "words": [word(i) for i in range(vocab)],
+        "row": ids_BT.shape[1],  # the model reads nothing of the row before
+        "words": [text for text, _ in named],
+        "bytes": {i: raw.hex() for i, (text, raw) in enumerate(named) if text.encode() != raw},
+        "fires": FIRES,
         "view": view,
         "growth": growth,
         "shown": [HIGH, LOW],

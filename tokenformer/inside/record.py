@@ -4,8 +4,9 @@ A folder holds `tables.safetensors` (`LAYER.PROJECTION.SEGMENT.NAME`, see `Tally
 the text, rows), `tokens.jsonl` (a line for each parameter token), `index.html`; the manifest is written last.
 """
 
+import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +91,38 @@ def cards(model: Any, tally: Tally, vocab: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def lines(columns: dict[str, Any], first: int, word: Any, around: Any) -> Iterator[str]:
+def context(ids: Sequence[int], row: int, name: Callable[[int], tuple[str, bytes]], place: int) -> str:
+    """Return the text around a place, ⟩ behind its token: nothing of what stands before the model's row, and of a
+    character that is cut the part that is there counts as none.
+
+    >>> from tokenformer.data.text.token_names import token_names
+    >>> from tokenformer.data.text.tokenizer import ByteTokenizer
+    >>> ids, name = ByteTokenizer().encode("ein Café, bitte"), token_names(ByteTokenizer())
+    >>> context(ids, 16, name, 6), context(ids, 16, name, 7), context(ids, 4, name, 6)
+    ('ein Caf⟩é, b', 'ein Caf⟩é, bi', 'Caf⟩é, b')
+    """
+    begin, end = max(place - place % row, place - 12), min(len(ids), place + 6)
+    parts = [b"".join(name(id)[1] for id in ids[a:b]) for a, b in ((begin, place + 1), (place + 1, end))]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    before = decoder.decode(parts[0].lstrip(bytes(range(0x80, 0xC0))))
+    return f"{before}⟩{decoder.decode(parts[1])}"
+
+
+def lines(
+    columns: dict[str, Any], first: int, name: Callable[[int], tuple[str, bytes]], around: Callable[[int], str]
+) -> Iterator[str]:
     """Yield the JSON line of each token of a segment; `first` is the row of its first token in its projection."""
-    layer, name, i = columns["where"]
+    layer, projection, i = columns["where"]
     plain = {key: columns[key].tolist() for key in ("mean", "spread", "fires", "energy", "dead", "twin")}
     for row in range(len(columns["mean"])):
-        line: dict[str, Any] = {"token": f"{layer}:{name}:{first + row}", "segment": i}
+        line: dict[str, Any] = {"token": f"{layer}:{projection}:{first + row}", "segment": i}
         line |= {key: values[row] for key, values in plain.items() if key != "twin"}
         if plain["twin"][row] >= 0:
-            line["twin"] = f"{layer}:{name}:{first + plain['twin'][row]}"
+            line["twin"] = f"{layer}:{projection}:{first + plain['twin'][row]}"
         for which in ("high", "low"):
             values, places = (part[row].tolist() for part in columns[which])
             line[which] = [[round(v, 4), p, around(p)] for v, p in zip(values, places, strict=True)]
         if columns["raises"] is not None:
-            line |= {which: [word(id) for id in columns[which][row].tolist()] for which in ("raises", "lowers")}
+            for which in ("raises", "lowers"):
+                line[which] = [name(id)[0] for id in columns[which][row].tolist() if id >= 0]
         yield json.dumps(line, ensure_ascii=False)

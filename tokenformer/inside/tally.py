@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tokenformer.errors import UserError
 from tokenformer.growth.measure import Where, mass, watching
-from tokenformer.inside.ablation import refuse_switches
+from tokenformer.inside.ablation import check_model, refuse_switches
 
 PLACES = 16  # that are kept of each token, strongest and most negative
 FIRES = 1.0  # the activation above which a token fires; under the L2 forms, one deviation of a row's scores
-DEAD = 1e-12  # the most that a dead token has of any row's statistic: without it, no number changes
+DEAD = 1e-14  # the most that a dead token has of any row's statistic: without it, numbers change by rounding alone
 
 
 @dataclass
@@ -45,10 +45,14 @@ class Tally:
         self._merge(where, new)
 
     def merge(self, other: "Tally") -> None:
-        """Add the tally of another part of the text."""
-        self.rows += other.rows
+        """Add the tally of the part of the text that follows: its places are counted on from this one's."""
+        shapes = [{w: len(tables["sum"]) for w, tables in tally.tables.items()} for tally in (self, other)]
+        if self.tables and other.tables and shapes[0] != shapes[1]:
+            raise UserError("these are tallies of models of different shapes: merge those of one model")
         for where, tables in other.tables.items():
-            self._merge(where, tables)
+            moved = {name: tables[name] - self.rows for name in ("high", "low")}  # the place is subtracted in them
+            self._merge(where, {**tables, **moved})
+        self.rows += other.rows
 
     def _merge(self, where: Where, new: Mapping[str, Tensor]) -> None:
         old = self.tables.setdefault(where, {})
@@ -63,6 +67,8 @@ class Tally:
                 old[name] = old[name] + table
 
     def mean(self, where: Where) -> Tensor:
+        if not self.rows:
+            raise UserError("nothing was explored yet: give batches of ids")
         return self.tables[where]["sum"] / self.rows
 
     def spread(self, where: Where) -> Tensor:
@@ -121,9 +127,7 @@ def explore(
     >>> found.rows, found.mean((0, "ffn", 0)).shape
     (64, torch.Size([9]))
     """
-    if model.config.of != "language" or model.config.kind != "tokenformer":
-        what = f"{model.config.of} of kind {model.config.kind}"
-        raise UserError(f"this is a model of {what}, but only a TokenFormer for language can be explored: give one")
+    check_model(model)
     refuse_switches(model)
     tally = tally or Tally()
     theta, places_T = model.config.theta, torch.empty(0)
@@ -133,6 +137,8 @@ def explore(
 
     with watching(model, visit), torch.compiler.set_stance("force_eager"):
         for ids_BT in batches:
+            if not isinstance(ids_BT, Tensor) or ids_BT.ndim != 2 or not ids_BT.numel():
+                raise UserError("explore reads tensors of ids (rows, positions), at least one of each: give these")
             places_T = torch.arange(tally.rows, tally.rows + ids_BT.numel(), device=ids_BT.device)
             model.hidden(ids_BT)
             tally.rows += ids_BT.numel()

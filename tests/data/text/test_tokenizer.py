@@ -112,6 +112,14 @@ def test_a_tokenizer_whose_cuts_are_not_proven_is_not_cut(change):
     assert cutting.fragments("word " * 200_000, None, "x") == ["word " * 200_000]
 
 
+def test_a_tokenizer_of_bytes_from_a_file_may_be_cut_anywhere():
+    tokenizer = FileTokenizer(ByteTokenizer().to_json(), "bytes")
+    text = "漢字、<|endoftext|> abc" * 40_000
+    parts = cutting.fragments(text, tokenizer.cuts, "x")
+    assert len(parts) > 2 and "".join(parts) == text
+    assert [id for part in parts for id in tokenizer.encode(part)] == tokenizer.encode(text)
+
+
 def test_added_tokens_are_never_cut():
     tree = json.loads(VARIANTS["trained"].to_json())
     library = Library.from_str(json.dumps(tree))

@@ -29,6 +29,8 @@ LONGEST = 1 << 20  # characters without a place to cut: more would need memory w
 def cut_rule(tokenizer: dict) -> re.Pattern | None:
     """Return a pattern of the places where a text may be cut, from a tokenizer's JSON; None if none is proven."""
     normalizer, splitter = tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")
+    if is_bytes(tokenizer):
+        return re.compile("")
     if normalizer and not all(n["type"] in _NORMALIZERS for n in _steps(normalizer, "normalizers")):
         return None
     if not splitter or not _ends_at_cuts(_steps(splitter, "pretokenizers")):
@@ -40,6 +42,16 @@ def cut_rule(tokenizer: dict) -> re.Pattern | None:
         for place in re.finditer(f"(?<=[{_BEFORE}])[{re.escape(_AFTER)}]", token["content"]):
             after = after.replace(place.group(), "")  # never inside an added token
     return re.compile(f"(?<=[{_BEFORE}])(?=[{re.escape(after)}])") if after else None
+
+
+def is_bytes(tokenizer: dict) -> bool:
+    """Tell whether every token is one byte, as in `ByteTokenizer`: then a text may be cut anywhere."""
+    model, splitter = tokenizer.get("model", {}), tokenizer.get("pre_tokenizer") or {}
+    plain = model.get("type") == "BPE" and not model.get("merges") and not model.get("ignore_merges")
+    level = splitter.get("type") == "ByteLevel" and not (
+        splitter.get("use_regex", True) or splitter.get("add_prefix_space")
+    )
+    return plain and level and not tokenizer.get("normalizer") and not tokenizer.get("added_tokens")
 
 
 def _steps(stage: dict, inner: str) -> list[dict]:
