@@ -358,8 +358,11 @@ def test_dead_tokens_are_removed_by_the_command(looked, folder, ids, capsys):
     assert after.cost().parameters == before.cost().parameters - 2 * 32 * 7
     logits, others = before(ids).logits, after(ids).logits
     assert (logits - others).abs().max() < 1e-6 * logits.abs().max()
-    assert main(["shrink", str(out), "--by", "explored", "--explored", str(looked), "--out", str(folder / "none")]) == 2
+    words = ["shrink", str(out), "--by", "explored", "--explored", str(looked), "--out", str(folder / "none")]
+    assert main(words) == 2
     assert "is of another model" in capsys.readouterr().err
+    for more in (["--across", "model"], ["--tokens", "100"], ["--ratio", "0.5"]):
+        assert main([*words, *more]) == 2 and f"needs no {more[0]}: leave it out" in capsys.readouterr().err
 
 
 def test_muting_a_token_changes_what_its_card_says_it_writes(looked, folder, ids, capsys):

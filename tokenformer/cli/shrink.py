@@ -14,6 +14,8 @@ from tokenformer.cli.main import source_arguments, text_arguments
 from tokenformer.config import PROJECTIONS
 from tokenformer.errors import UserError
 
+TOKENS = 1 << 15  # of a text
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -35,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=["average", "raw"], help="of a run with train.ema (default: average)")
     text_arguments(parser, "text to measure on, and to report the change in loss")
     add("--images", metavar="PATH", help="of an image model: 256 images of these are measured on")
-    add("--tokens", type=int, default=1 << 15, help="how much of the text, in tokens (default 32768)")
+    add("--tokens", type=int, default=TOKENS, help=f"how much of the text, in tokens (default {TOKENS})")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,8 +57,10 @@ def run(args: argparse.Namespace) -> None:
     model = opened.model
     if args.explored:
         others = ("ratio", "text", "images", "tau", "qkv_tokens", "proj_tokens", "ffn_tokens", "on")
-        for option in others:
-            if getattr(args, option):
+        given = {option: getattr(args, option) for option in others}
+        given |= {"across": args.across != "layer", "tokens": args.tokens != TOKENS}
+        for option, value in given.items():
+            if value:
                 raise UserError(f"--by explored removes what is dead, and needs no --{option}: leave it out")
         smaller = without_dead(model, args.explored)
         save(args, opened, smaller)
