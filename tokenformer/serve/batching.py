@@ -215,9 +215,9 @@ class Batcher:
         self._waiting = deque(r for r in (deque(a for a in r if a.reason is None) for r in self._waiting) if r)
 
     def _room(self) -> int:
-        """Return how many positions of prompts a step may compute: more where many of the rows can be filled."""
+        """Return how many positions of prompts a step may compute: on a GPU more where many of the rows can be filled."""
         fill = min(self.waiting, self.slots.free)
-        return self.engine.chunk * max(1, CHUNKS * fill // self.slots.rows)
+        return self.engine.chunk * max(1, CHUNKS * fill // self.slots.rows if self.lag else 1)
 
     def _next_group(self, room: int) -> list[Answer]:
         """Take answers, one of each request in turn, whose prompts together fit into `room`; a longer one alone."""
