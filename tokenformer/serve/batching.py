@@ -215,7 +215,7 @@ class Batcher:
         self._waiting = deque(r for r in (deque(a for a in r if a.reason is None) for r in self._waiting) if r)
 
     def _room(self) -> int:
-        """Return how many positions of prompts a step may compute: on a GPU more where many of the rows can be filled."""
+        """Return how many positions of prompts a step computes: on a GPU more where many rows can be filled."""
         fill = min(self.waiting, self.slots.free)
         return self.engine.chunk * max(1, CHUNKS * fill // self.slots.rows if self.lag else 1)
 
