@@ -125,11 +125,11 @@ def _without_value(segment: Any, row: int) -> Iterator[None]:
         yield
     finally:
         with _OFF, torch.no_grad():
-            value, count = off.pop(row)
-            if count > 1:
-                off[row] = value, count - 1
-            else:
+            value, count = off[row]
+            off[row] = value, count - 1
+            if count == 1:
                 values[row] = value
+                del off[row]
 
 
 def _masked(mask: Tensor, _module: Any, inputs: tuple, words: dict) -> tuple[tuple, dict]:
