@@ -153,6 +153,20 @@ def test_what_moves_a_base_in_bf16_is_rounded_once(tmp_path):
         assert torch.equal(model.get_parameter(name), tensor.to(torch.bfloat16))
 
 
+def test_of_two_that_move_one_parameter_each_counts_alone_too(tmp_path):
+    base = make_base()
+    folders = {name: make_adapter(tmp_path / name, base, i, also=("norm.weight",)) for i, name in enumerate("ab")}
+    model = make_base()
+    for name, folder in folders.items():
+        tokenformer.attach(model, folder, name)
+    for weights in ({"a": 1.0}, {"b": 1.0}, {"a": 1.0}, {}, {"b": 0.5, "a": 1.0}):
+        tokenformer.active(model, weights)
+        wanted = base.norm.weight + sum(
+            w * (read_adapter(folders[n]).tensors["norm.weight"] - base.norm.weight) for n, w in weights.items()
+        )
+        assert torch.allclose(model.norm.weight, wanted, rtol=0, atol=1e-6)
+
+
 def test_an_adapter_without_segments_counts_too(tmp_path):
     base, plain = make_base(), logits(make_base())
     folder = make_adapter(tmp_path / "norms", base, 3, also=("norm.weight", "norm.bias"))
@@ -243,6 +257,8 @@ def test_names_and_weights_that_cannot_be(folders):
         (lambda: tokenformer.active(model, {"a": float("nan")}), "the weight of 'a' is nan"),
         (lambda: tokenformer.active(model, {"a": "0.5"}), "the weight of 'a' is 0.5: give a finite number"),
         (lambda: tokenformer.active(model, "a"), "'a' gives no weights"),
+        (lambda: remove(model, "b"), "the model has no adapter 'b': there are a"),
+        (lambda: remove(make_base(), Path("b")), "the model has no adapter 'b': there are none"),
         (lambda: tokenformer.detached(model, "b").__enter__(), "no adapter or switch 'b': there are a"),
         (lambda: logits(model, switches={"b": torch.ones(3)}), "no adapter or switch 'b': there are a"),
         (lambda: logits(model, switches={"a": 0.5}), "needs one weight per sample: give a tensor of 3 numbers"),
@@ -261,7 +277,9 @@ def test_what_would_not_be_finite_is_not_written(folders, tmp_path):
     before = {name: p.clone() for name, p in model.named_parameters()}
     big = make_base().to(torch.float16)
     tokenformer.attach(big, make_adapter(tmp_path / "big", big, 3, also=("norm.weight",)), "big")
-    with pytest.raises(UserError, match=r"with these weights of big 'norm.weight' is not finite: give smaller ones"):
+    with pytest.raises(
+        UserError, match=r"with these weights of adapters 'norm.weight' is not finite: give smaller ones"
+    ):
         tokenformer.active(big, {"big": 1e7})
     assert big.active == {"big": 1.0} and torch.isfinite(logits(big)).all()
     with torch.no_grad():
@@ -288,9 +306,10 @@ def test_what_was_trained_into_a_moved_parameter_is_not_set_back(folders, cast):
     model(IDS, labels=IDS).loss_sum.backward()
     optimizer.step()
     trained, wanted = held.detach().clone(), logits(model)
+    tokenformer.active(model, {"c": 0.5})  # which changes nothing
     for action in (
         lambda: tokenformer.active(model, {}),
-        lambda: tokenformer.active(model, {"c": 0.5}),
+        lambda: tokenformer.active(model, {"c": 0.6}),
         lambda: tokenformer.detached(model).__enter__(),
         lambda: remove(model, "c"),
         lambda: tokenformer.attach(model, folders["a"], "a"),

@@ -88,36 +88,47 @@ def refuse_copied(model: Any, names: Iterable[str]) -> None:
 
 def _with_moves(model: Any, name: str, weights: Mapping[str, float]) -> Tensor:
     """Return a parameter of the base as it is with adapters of these weights, in the wider type."""
-    base: Tensor = model.base_values[name]
     moves = [(weights[a], moved[name]) for a, moved in model.adapters.items() if a in weights and name in moved]
-    return base + sum((weight * move for weight, move in moves), torch.zeros(())) if moves else base
+    total = sum((weight * move for weight, move in moves), torch.zeros(())) if moves else None
+    return model.base_values[name] if total is None else model.base_values[name] + total
+
+
+def _changing(model: Any, weights: Mapping[str, float]) -> list[str]:
+    """Return the parameters of the base that other weights than the present ones move elsewhere."""
+    there = getattr(model, "adapters", {})
+    others = [a for a in there if weights.get(a) != model.active.get(a)]
+    return [name for name in getattr(model, "base_values", {}) if any(name in there[a] for a in others)]
 
 
 @torch.no_grad()
-def check_active(model: Any, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the weights that `active` would set. Refuse them, and parameters that no longer hold what `active` wrote:
-    it replaces them, which would undo what was trained, or merged into them, since.
-    """
-    _check_kind(model)
-    weights = model.config.checked_weights(weights, getattr(model, "adapters", {}))
-    moved = getattr(model, "base_values", {})
-    held = parameters_of(model) if moved else {}
-    refuse_copied(model, moved)
-    for name in moved:
-        wanted, new = _with_moves(model, name, model.active), _with_moves(model, name, weights)
+def _check_held(model: Any, names: Iterable[str]) -> None:
+    """Refuse parameters that no longer hold what `active` wrote: to replace them would undo what was done since."""
+    names = list(names)
+    held = parameters_of(model) if names else {}
+    refuse_copied(model, names)
+    for name in names:
+        wanted = _with_moves(model, name, model.active)
         found = held[name].detach().to(wanted.device) if name in held else torch.zeros(0)
         # a model that was cast holds rounded values, also after a cast back
         types = (found.dtype, torch.bfloat16, torch.float16)
-        adapters = ", ".join(adapter for adapter, tensors in model.adapters.items() if name in tensors)
+        adapters = ", ".join(adapter for adapter, moved in model.adapters.items() if name in moved)
         need(
             any(torch.equal(wanted.to(kind).to(found), found) for kind in types),
             f"'{name}' was changed (trained, resized or merged into) since adapter {adapters} moved it, and would be "
             "set back: keep both by tokenformer.adapters.merged(model), or load the base anew",
         )
-        need(
-            bool(torch.isfinite(new.to(found.dtype)).all()),
-            f"with these weights of {adapters} '{name}' is not finite: give smaller ones",
-        )
+
+
+def check_active(model: Any, weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the weights that `active` would set. Refuse what it cannot set, before anything is changed."""
+    _check_kind(model)
+    weights = model.config.checked_weights(weights, getattr(model, "adapters", {}))
+    names = _changing(model, weights)
+    _check_held(model, names)
+    held = parameters_of(model) if names else {}
+    for name in names:
+        fits = bool(torch.isfinite(_with_moves(model, name, weights).to(held[name].dtype)).all())
+        need(fits, f"with these weights of adapters '{name}' is not finite: give smaller ones")
     return weights
 
 
@@ -167,7 +178,7 @@ def attach(model: Any, folder: str | Path, name: str, *, average: bool = True) -
     config, base = base_of(model)
     taken = name in model.config.switch_names() or name in getattr(model, "adapters", {})
     need(not taken, f"the model has a switch '{name}' already: give the adapter another name")
-    check_active(model, model.active)
+    _check_held(model, getattr(model, "base_values", {}))  # of which the digest below says nothing
     adapter = read_adapter(folder, average)
     if digest(config, base) != adapter.about.sha256:
         raise UserError(
@@ -236,8 +247,9 @@ def active(model: Any, weights: Mapping[str, float]) -> None:
     A call may give weights of its own, one per sample: `model(ids, switches={"books": torch.tensor([1.0, 0.0])})`.
     """
     weights = check_active(model, weights)
-    held = parameters_of(model) if getattr(model, "base_values", {}) else {}
-    for name in getattr(model, "base_values", {}):
+    names = _changing(model, weights)
+    held = parameters_of(model) if names else {}
+    for name in names:
         held[name].copy_(_with_moves(model, name, weights))
     model.active = weights
 
@@ -257,6 +269,9 @@ def detached(model: Any, *names: str) -> Iterator[Any]:
 
 def remove(model: Any, name: str) -> None:
     """Take an attached adapter out of the model, in place."""
+    _check_kind(model)
+    there = getattr(model, "adapters", {})
+    need(name in there, f"the model has no adapter '{str(name)[:80]}': there are {', '.join(there) or 'none'}")
     active(model, {other: weight for other, weight in model.active.items() if other != name})
     for layer in model.modules():
         if isinstance(layer, Pattention) and name in layer.switch:

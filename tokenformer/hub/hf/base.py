@@ -153,6 +153,7 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         return getattr(self.inner, "adapters", {})
 
     def _attach(self, folder: Any, name: str) -> None:
+        check_active(self.inner, {})  # the new one counts alone
         attach(self.inner, folder, name)
         self.set_adapter(name)
 
