@@ -122,14 +122,14 @@ def _check_held(model: Any, names: Iterable[str]) -> None:
 def check_active(model: Any, weights: Mapping[str, float]) -> dict[str, float]:
     """Return the weights that `active` would set. Refuse what it cannot set, before anything is changed."""
     _check_kind(model)
-    weights = model.config.checked_weights(weights, getattr(model, "adapters", {}))
-    names = _changing(model, weights)
+    checked = model.config.checked_weights(weights, getattr(model, "adapters", {}))
+    names = _changing(model, checked)
     _check_held(model, names)
     held = parameters_of(model) if names else {}
     for name in names:
-        fits = bool(torch.isfinite(_with_moves(model, name, weights).to(held[name].dtype)).all())
+        fits = bool(torch.isfinite(_with_moves(model, name, checked).to(held[name].dtype)).all())
         need(fits, f"with these weights of adapters '{name}' is not finite: give smaller ones")
-    return weights
+    return checked
 
 
 def with_segments(config: ModelConfig, new: Mapping[tuple[str, int], Sequence[int]], name: str) -> ModelConfig:
