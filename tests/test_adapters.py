@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tokenformer
-from tokenformer.adapters import added, base_of, digest, merged
+from tokenformer.adapters import added, base_of, digest, merged, remove
 from tokenformer.config import LayerOverride, ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.hub.adapter_folder import AdapterFile, read_adapter, write_adapter
@@ -153,6 +153,20 @@ def test_what_moves_a_base_in_bf16_is_rounded_once(tmp_path):
         assert torch.equal(model.get_parameter(name), tensor.to(torch.bfloat16))
 
 
+def test_of_two_that_move_one_parameter_each_counts_alone_too(tmp_path):
+    base = make_base()
+    folders = {name: make_adapter(tmp_path / name, base, i, also=("norm.weight",)) for i, name in enumerate("ab")}
+    model = make_base()
+    for name, folder in folders.items():
+        tokenformer.attach(model, folder, name)
+    for weights in ({"a": 1.0}, {"b": 1.0}, {"a": 1.0}, {}, {"b": 0.5, "a": 1.0}):
+        tokenformer.active(model, weights)
+        wanted = base.norm.weight + sum(
+            w * (read_adapter(folders[n]).tensors["norm.weight"] - base.norm.weight) for n, w in weights.items()
+        )
+        assert torch.allclose(model.norm.weight, wanted, rtol=0, atol=1e-6)
+
+
 def test_an_adapter_without_segments_counts_too(tmp_path):
     base, plain = make_base(), logits(make_base())
     folder = make_adapter(tmp_path / "norms", base, 3, also=("norm.weight", "norm.bias"))
@@ -229,10 +243,22 @@ def test_names_and_weights_that_cannot_be(folders):
     for action, said in (
         (lambda: tokenformer.attach(model, folders["b"], "a"), "has a switch 'a' already"),
         (lambda: tokenformer.attach(model, folders["b"], ""), "needs a name"),
+        (lambda: tokenformer.attach(model, folders["b"], 3), "needs a name, and '3' is none"),
+        (lambda: tokenformer.attach(model, folders["b"], Path("b")), "needs a name, and 'b' is none"),
+        (lambda: tokenformer.attach(model, folders["b"], ["b"]), "needs a name"),
+        (lambda: tokenformer.attach(model, None, "b"), "None is no folder of an adapter"),
+        (lambda: tokenformer.attach(torch.nn.Linear(2, 2), folders["b"], "b"), "a Linear is no model of tokenformer"),
+        (lambda: tokenformer.active(torch.nn.Linear(2, 2), {}), "a Linear is no model of tokenformer"),
+        (lambda: tokenformer.active(model, {3: 1.0}), "no adapter or switch '3': there are a"),
+        (lambda: tokenformer.active(model, {"a": 10**400}), "the weight of 'a' is too large"),
+        (lambda: tokenformer.active(model, {"a": 10**5000}), "the weight of 'a' is too large"),
+        (lambda: tokenformer.active(model, {"a": 1e39}), "the weight of 'a' is 1e[+]39, too large for float32"),
         (lambda: tokenformer.active(model, {"b": 1.0}), "no adapter or switch 'b': there are a"),
         (lambda: tokenformer.active(model, {"a": float("nan")}), "the weight of 'a' is nan"),
         (lambda: tokenformer.active(model, {"a": "0.5"}), "the weight of 'a' is 0.5: give a finite number"),
         (lambda: tokenformer.active(model, "a"), "'a' gives no weights"),
+        (lambda: remove(model, "b"), "the model has no adapter 'b': there are a"),
+        (lambda: remove(make_base(), Path("b")), "the model has no adapter 'b': there are none"),
         (lambda: tokenformer.detached(model, "b").__enter__(), "no adapter or switch 'b': there are a"),
         (lambda: logits(model, switches={"b": torch.ones(3)}), "no adapter or switch 'b': there are a"),
         (lambda: logits(model, switches={"a": 0.5}), "needs one weight per sample: give a tensor of 3 numbers"),
@@ -241,7 +267,57 @@ def test_names_and_weights_that_cannot_be(folders):
     ):
         with pytest.raises(UserError, match=said):
             action()
-    assert model.active == {"a": 1.0}
+    assert model.active == {"a": 1.0} and len(model.blocks[0].ffn.segments) == 2
+    assert tokenformer.attach(model, folders["b"], "b").active == {"a": 1.0, "b": 1.0}
+
+
+def test_what_would_not_be_finite_is_not_written(folders, tmp_path):
+    """Neither into the model nor into a merged one or a sum."""
+    model = tokenformer.attach(tokenformer.attach(make_base(), folders["c"], "c"), folders["a"], "a")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    big = make_base().to(torch.float16)
+    tokenformer.attach(big, make_adapter(tmp_path / "big", big, 3, also=("norm.weight",)), "big")
+    with pytest.raises(
+        UserError, match=r"with these weights of adapters 'norm.weight' is not finite: give smaller ones"
+    ):
+        tokenformer.active(big, {"big": 1e7})
+    assert big.active == {"big": 1.0} and torch.isfinite(logits(big)).all()
+    with torch.no_grad():
+        model.blocks[0].ffn.segments[1].value_tokens.mul_(100)
+    tokenformer.active(model, {"a": 3e38})
+    with pytest.raises(UserError, match=r"with weight 3e\+38 of a 'blocks.0.*' is not finite: give a smaller weight"):
+        merged(model)
+    with pytest.raises(UserError, match=r"with weight 1e\+39 of .* is not finite: give a smaller weight"):
+        added([(read_adapter(folders["a"]), 1e39)])
+    assert before.keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16])
+def test_what_was_trained_into_a_moved_parameter_is_not_set_back(folders, cast):
+    """Values that `active` did not write are refused before anything changes; a cast is no such change."""
+    model = tokenformer.attach(make_base(), folders["c"], "c").to(cast)
+    for kind in (cast, torch.float32):
+        model.to(kind)
+        with tokenformer.detached(model):
+            pass
+        tokenformer.active(model, {"c": 0.5})
+    held = model.norm.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(IDS, labels=IDS).loss_sum.backward()
+    optimizer.step()
+    trained, wanted = held.detach().clone(), logits(model)
+    tokenformer.active(model, {"c": 0.5})  # which changes nothing
+    for action in (
+        lambda: tokenformer.active(model, {}),
+        lambda: tokenformer.active(model, {"c": 0.6}),
+        lambda: tokenformer.detached(model).__enter__(),
+        lambda: remove(model, "c"),
+        lambda: tokenformer.attach(model, folders["a"], "a"),
+    ):
+        with pytest.raises(UserError, match=r"'norm.(weight|bias)' was changed .* since adapter c moved it"):
+            action()
+        assert torch.equal(held, trained) and model.active == {"c": 0.5} and torch.equal(logits(model), wanted)
+    assert far(logits(merged(model)), wanted) < 1e-6
 
 
 def test_a_model_with_adapters_is_neither_saved_nor_grown_as_if_it_had_none(folders, tmp_path):

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +45,7 @@ def digest(config: ModelConfig, tensors: Mapping[str, Tensor]) -> str:
 
 def base_of(model: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Return the config and the tensors of a model without the adapters that are attached to it."""
+    _check_kind(model)
     attached, config = getattr(model, "adapters", {}), model.config
     need(
         config.kind == "tokenformer" and not config.trunks,
@@ -57,12 +58,78 @@ def base_of(model: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, {n: values.get(n, p.detach()) for n, p in parameters_of(model).items() if n in own}
 
 
+def _check_kind(model: Any) -> None:
+    known = isinstance(getattr(model, "config", None), ModelConfig)
+    need(known, f"a {type(model).__name__} is no model of tokenformer: give one, of a model of transformers its .model")
+
+
 def parameters_of(model: Any) -> dict[str, nn.Parameter]:
     """Return parameters by the names that they have without peft, which puts its wrappers between them and the model.
 
     Those that peft added have names that no model of ours has.
     """
-    return {re.sub(r"\b(base_layer|original_module)\.", "", name): p for name, p in model.named_parameters()}
+    return {_plain(name): parameter for name, parameter in model.named_parameters()}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\b(base_layer|original_module)\.", "", name)
+
+
+def refuse_copied(model: Any, names: Iterable[str]) -> None:
+    """Refuse parameters of which peft computes with a copy, which an adapter of ours would not reach."""
+    copied = {_plain(name) for name, _ in model.named_parameters() if "original_module." in name}
+    for name in names:
+        need(
+            name not in copied,
+            f"'{name}' is an adapter's, but peft computes with a copy of it (modules_to_save): merge or take away "
+            "peft's first",
+        )
+
+
+def _with_moves(model: Any, name: str, weights: Mapping[str, float]) -> Tensor:
+    """Return a parameter of the base as it is with adapters of these weights, in the wider type."""
+    moves = [(weights[a], moved[name]) for a, moved in model.adapters.items() if a in weights and name in moved]
+    total = sum((weight * move for weight, move in moves), torch.zeros(())) if moves else None
+    return model.base_values[name] if total is None else model.base_values[name] + total
+
+
+def _changing(model: Any, weights: Mapping[str, float]) -> list[str]:
+    """Return the parameters of the base that other weights than the present ones move elsewhere."""
+    there = getattr(model, "adapters", {})
+    others = [a for a in there if weights.get(a) != model.active.get(a)]
+    return [name for name in getattr(model, "base_values", {}) if any(name in there[a] for a in others)]
+
+
+@torch.no_grad()
+def _check_held(model: Any, names: Iterable[str]) -> None:
+    """Refuse parameters that no longer hold what `active` wrote: to replace them would undo what was done since."""
+    names = list(names)
+    held = parameters_of(model) if names else {}
+    refuse_copied(model, names)
+    for name in names:
+        wanted = _with_moves(model, name, model.active)
+        found = held[name].detach().to(wanted.device) if name in held else torch.zeros(0)
+        # a model that was cast holds rounded values, also after a cast back
+        types = (found.dtype, torch.bfloat16, torch.float16)
+        adapters = ", ".join(adapter for adapter, moved in model.adapters.items() if name in moved)
+        need(
+            any(torch.equal(wanted.to(kind).to(found), found) for kind in types),
+            f"'{name}' was changed (trained, resized or merged into) since adapter {adapters} moved it, and would be "
+            "set back: keep both by tokenformer.adapters.merged(model), or load the base anew",
+        )
+
+
+def check_active(model: Any, weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the weights that `active` would set. Refuse what it cannot set, before anything is changed."""
+    _check_kind(model)
+    checked = model.config.checked_weights(weights, getattr(model, "adapters", {}))
+    names = _changing(model, checked)
+    _check_held(model, names)
+    held = parameters_of(model) if names else {}
+    for name in names:
+        fits = bool(torch.isfinite(_with_moves(model, name, checked).to(held[name].dtype)).all())
+        need(fits, f"with these weights of adapters '{name}' is not finite: give smaller ones")
+    return checked
 
 
 def with_segments(config: ModelConfig, new: Mapping[tuple[str, int], Sequence[int]], name: str) -> ModelConfig:
@@ -105,11 +172,14 @@ def attach(model: Any, folder: str | Path, name: str, *, average: bool = True) -
     All is checked before the model is touched. Give the model as it is stored: after a cast it is no longer known.
     `average`: of a run with train.ema, the average of its weights, not the last ones.
     """
-    need(bool(name), "an adapter needs a name: give a word")
+    known = isinstance(name, str) and name != ""
+    need(known, f"an adapter needs a name, and {str(name)[:80]!r} is none: give a word (a str)")
+    need(isinstance(folder, str | Path), f"{str(folder)[:80]} is no folder of an adapter: give its path or hub name")
+    config, base = base_of(model)
     taken = name in model.config.switch_names() or name in getattr(model, "adapters", {})
     need(not taken, f"the model has a switch '{name}' already: give the adapter another name")
+    _check_held(model, getattr(model, "base_values", {}))  # of which the digest below says nothing
     adapter = read_adapter(folder, average)
-    config, base = base_of(model)
     if digest(config, base) != adapter.about.sha256:
         raise UserError(
             f"{folder} is an adapter of {adapter.about.base[:200]} with digest {adapter.about.sha256[:12]}, and these "
@@ -117,6 +187,7 @@ def attach(model: Any, folder: str | Path, name: str, *, average: bool = True) -
         )
     sizes = sizes_of(adapter, config, model.ends)
     new, held = [parse(text, model.ends) for text in adapter.tensors if text not in base], parameters_of(model)
+    refuse_copied(model, (n if n in base else parse(n, model.ends)._replace(segment=0).text for n in adapter.tensors))
     for at in sorted((n for n in new if n.role.kind == "key"), key=lambda n: n.segment or 0):
         layer, like = model.blocks[at.layer].get_submodule(at.part), held[at._replace(segment=0).text]
         _append(layer, like, adapter.tensors[at.text], adapter.tensors[at._replace(leaf="value_tokens").text], name)
@@ -159,6 +230,10 @@ def attach_all(model: Any, words: Sequence[str], *, average: bool = True) -> Any
     for word in words:
         source, weight = split_weight(word)
         name = Path(source).resolve().name
+        need(
+            name not in getattr(model, "adapters", {}) and name not in model.config.switch_names(),
+            f"the model has a switch '{name}' already, and an adapter is called as its folder: rename or copy {source}",
+        )
         attach(model, source, name, average=average)
         weights[name] = weight
     active(model, {**model.active, **weights})
@@ -171,19 +246,18 @@ def active(model: Any, weights: Mapping[str, float]) -> None:
 
     A call may give weights of its own, one per sample: `model(ids, switches={"books": torch.tensor([1.0, 0.0])})`.
     """
-    weights = model.config.checked_weights(weights, getattr(model, "adapters", {}))
+    weights = check_active(model, weights)
+    names = _changing(model, weights)
+    held = parameters_of(model) if names else {}
+    for name in names:
+        held[name].copy_(_with_moves(model, name, weights))
     model.active = weights
-    values = getattr(model, "base_values", {})
-    held = parameters_of(model) if values else {}
-    for name, base in values.items():
-        moves = [(weights[a], moved[name]) for a, moved in model.adapters.items() if a in weights and name in moved]
-        total = sum((weight * move for weight, move in moves), torch.zeros(())) if moves else None
-        held[name].copy_(base if total is None else base + total)
 
 
 @contextlib.contextmanager
 def detached(model: Any, *names: str) -> Iterator[Any]:
     """Let the model compute without these adapters meanwhile; without names, without all of them."""
+    _check_kind(model)
     model.config.check_switches(names, getattr(model, "adapters", {}))
     before = model.active
     active(model, {name: weight for name, weight in before.items() if names and name not in names})
@@ -195,6 +269,9 @@ def detached(model: Any, *names: str) -> Iterator[Any]:
 
 def remove(model: Any, name: str) -> None:
     """Take an attached adapter out of the model, in place."""
+    _check_kind(model)
+    there = getattr(model, "adapters", {})
+    need(name in there, f"the model has no adapter '{str(name)[:80]}': there are {', '.join(there) or 'none'}")
     active(model, {other: weight for other, weight in model.active.items() if other != name})
     for layer in model.modules():
         if isinstance(layer, Pattention) and name in layer.switch:
@@ -223,7 +300,7 @@ def merged(model: Any) -> Any:
             if switch in left_out:
                 continue
             if switch in weights and name.role.kind == "value":
-                tensor = tensor * weights[switch]
+                tensor = _finite(tensor * weights[switch], weights[switch], switch, text)
             before = sum(switch in left_out for switch in switches[: name.segment])
             text = name._replace(segment=name.segment - before).text
         tensors[text] = tensor.clone()
@@ -263,10 +340,17 @@ def added(weighted: Sequence[tuple[Adapter, float]]) -> Adapter:
             place = name._replace(segment=0).text
             here[place] += 1
             scale = weight if name.role.kind == "value" else 1.0
-            tensors[name._replace(segment=name.segment + taken[place]).text] = tensor * scale
+            text = name._replace(segment=name.segment + taken[place]).text
+            tensors[text] = _finite(tensor * scale, weight, adapter.source, text)
         taken += here
     history = [{"what": "add", "of": [[a.source, weight] for a, weight in weighted]}]
     return Adapter("the sum", first.about, tensors, history)
+
+
+def _finite(tensor: Tensor, weight: float, adapter: str, name: str) -> Tensor:
+    fits = bool(torch.isfinite(tensor).all())
+    need(fits, f"with weight {weight:g} of {adapter} '{name}' is not finite: give a smaller weight")
+    return tensor
 
 
 def segment_name(text: str) -> Any:

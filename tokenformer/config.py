@@ -104,7 +104,8 @@ class Config(Section):
         kind = f"kind {self.model.kind}" if self.model.kind != "tokenformer" else "several trunks"
         need(
             self.model.kind == "tokenformer" and not self.model.trunks,
-            f"adapter needs a base with parameter tokens, and {self.start} is of {kind}: choose another base",
+            f"adapter needs a base with parameter tokens, and {self.start} is of {kind}: choose a language or an image "
+            "model of kind tokenformer",
         )
         for layer in adapter.layers:
             need(

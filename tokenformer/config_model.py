@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tokenformer.errors import UserError
 from tokenformer.strict import Section, foreign, key, need
 
 Tokens = int | list[int]
@@ -338,7 +339,7 @@ class ModelConfig(Section, section="model"):
         known = self.switch_names() | set(adapters)
         for name in names:
             there = ", ".join(sorted(known)) or "none"
-            need(name in known, f"the model has no adapter or switch '{name[:80]}': there are {there}")
+            need(name in known, f"the model has no adapter or switch '{str(name)[:80]}': there are {there}")
 
     @property
     def language_prefix(self) -> str | None:
@@ -349,14 +350,20 @@ class ModelConfig(Section, section="model"):
 
     def checked_weights(self, weights: Mapping[str, float], adapters: Iterable[str] = ()) -> dict[str, float]:
         """Return weights of switches as plain numbers; refuse names as `check_switches` does, and no finite numbers."""
-        need(isinstance(weights, Mapping), f"{str(weights)[:80]!r} gives no weights: write {{'NAME': 0.5, ...}}")
+        if not isinstance(weights, Mapping):
+            raise UserError(f"{str(weights)[:80]!r} gives no weights: write {{'NAME': 0.5, ...}}")
         self.check_switches(weights, adapters)
         for name, weight in weights.items():
             try:
                 fits = math.isfinite(weight)
+            except OverflowError:
+                raise UserError(f"the weight of '{name}' is too large: give a finite number") from None
             except (TypeError, ValueError, RuntimeError):
                 fits = False
             need(fits, f"the weight of '{name}' is {str(weight)[:80]}: give a finite number")
+            need(
+                abs(weight) < 3.4e38, f"the weight of '{name}' is {weight:g}, too large for float32: give a smaller one"
+            )
         return {name: float(weight) for name, weight in weights.items()}
 
     def trunk(self, prefix: str) -> "ModelConfig":

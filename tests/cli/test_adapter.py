@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,13 +89,36 @@ def test_prompts_of_one_file_name_their_adapters(folder, capsys):
     two = [*both[:3], f"{poems}=-4"]
     named = texts("--input-file", str(folder / "in.jsonl"), *two)  # with the weight that the command gives
     assert named == texts(*one, "--adapter", f"{poems}=-4") != texts(*one, "--adapter", poems)
-    no_weights = ("7", '{"books": NaN}', '{"books": "x"}')
+    no_weights = ("7", '{"books": NaN}', '{"books": "x"}', '{"books": Infinity}')
     for wrong, said in (*((wrong, "write .adapter.:") for wrong in no_weights), ('"c"', "there are books")):
         (folder / "in.jsonl").write_text(f'{{"prompt": "It", "adapter": {wrong}}}')
         assert (
             main(["generate", str(folder / "base"), "--input-file", str(folder / "in.jsonl"), "--adapter", books]) == 2
         )
         assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"prompt": "It", "adapters": "books"}', """has 'adapters', which is not read: write "adapter\""""),
+        ('{"prompt": "It", "Adapter": "books"}', "has 'Adapter', which is not read"),
+        ('{"prompt": "It", "adapter": {"books": 1%s}}' % ("0" * 400), "the weight of 'books' is too large"),
+        (
+            '{"prompt": "It", "adapter": {"norms": 0.5}}',
+            "so it counts for all rows as the engine was made (1): give its",
+        ),
+    ],
+)
+def test_a_row_that_asks_for_what_cannot_be_is_a_sentence(folder, capsys, row, said):
+    make_adapter(folder / "norms", make_base(vocab=384), 3, ffn=4, also=("norm.weight",))
+    (folder / "in.jsonl").write_text(f"{row}\n")
+    adapters = ["--adapter", str(folder / "books"), "--adapter", str(folder / "norms")]
+    assert main(["generate", str(folder / "base"), "--input-file", str(folder / "in.jsonl"), *adapters]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    (folder / "in.jsonl").write_text('{"prompt": "It", "chapter": 3, "length": 5}\n')  # keys of one's own
+    assert main(["generate", str(folder / "base"), "--input-file", str(folder / "in.jsonl"), "--tokens", "2"]) == 0
 
 
 def test_logits_are_those_of_the_adapters_of_their_prompt(folder, capsys):
@@ -120,13 +144,20 @@ def test_logits_are_those_of_the_adapters_of_their_prompt(folder, capsys):
         (["generate", "base", "--prompt", "x", "--adapter", "books", "--adapter", "books"], "a switch 'books' already"),
         (["generate", "books", "--prompt", "x"], "is an adapter, not a model: give its base, and --adapter"),
         (["adapter", "add", "books", "--out", "poems"], "is there already"),
+        (
+            ["generate", "base", "--prompt", "x", "--adapter", "books", "--adapter", "copy/books"],
+            "rename or copy copy/b",
+        ),
         (["adapter", "merge", "base", "base", "--out", "new"], "holds no adapter"),
+        (["adapter", "merge", "base", "books=1e39", "--out", "new"], "is 1e+39, too large for float32"),
+        (["adapter", "add", "books=1e39", "--out", "new"], "is not finite: give a smaller weight"),
     ],
 )
 def test_one_sentence_for_what_cannot_be(folder, capsys, monkeypatch, words, said):
     monkeypatch.chdir(folder)
     assert main(["adapter", "merge", "base", "poems", "--out", "merged"]) == 0
+    shutil.copytree("books", "copy/books")
     capsys.readouterr()
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert said in error and error.count("\n") == 1 and not (folder / "new").exists()

@@ -27,6 +27,7 @@ class Loopback(http.server.ThreadingHTTPServer):
         self.sent: Counter[str] = Counter()  # bytes of bodies by name of the file
         self.asked: list[tuple[str, str]] = []  # file and range of every request
         self.breaks: list[int] = []  # after how many bytes each of the next answers with weights breaks off
+        self.most = 0  # after so many bytes every answer breaks off; 0: none does
         self.answers: list[int] = []  # statuses that the next requests get instead
         self.before: Callable[[str], object] = lambda name: None  # called before a file is answered
         self.tokens: list[tuple[str, str | None]] = []  # kind of every request for a file, and its Authorization
@@ -79,8 +80,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with open(server.root / path, "rb") as file:
             start, end, status = 0, os.fstat(file.fileno()).st_size, 200
             more = {"X_Repo_Commit": "c" * 40, "ETag": '"1"'}
-            if server.ranges and (found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))):
-                size, start, end, status = end, int(found[1]) + server.shift, min(int(found[2]) + 1, end), 206
+            if server.ranges and (found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))):
+                size, start, end, status = end, int(found[1]) + server.shift, min(int(found[2] or end) + 1, end), 206
                 if start >= end:
                     return self.head(416, 0)
                 more["Content_Range"] = f"bytes {start}-{end - 1}/{size}"
@@ -96,6 +97,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if server.breaks and name.endswith(".safetensors") and size > server.breaks[0]:
             left = server.breaks.pop(0)
             self.close_connection = True
+        if server.most and size > server.most:
+            left, self.close_connection = server.most, True
         while left:
             piece = file.read(min(server.block, left))
             server.sent[name] += len(piece)  # before the client can have it, and count

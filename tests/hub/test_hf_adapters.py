@@ -12,6 +12,7 @@ from tests.test_adapters import IDS, far, make_adapter, make_base
 from tokenformer import UserError
 from tokenformer.adapters import base_of, digest, merged
 from tokenformer.growth.merge import merge_segments
+from tokenformer.hub.adapter_folder import AdapterFile, write_adapter
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -78,6 +79,10 @@ def test_the_methods_of_transformers_attach_switch_and_delete(folders):
     assert model.active_adapters() == [] and torch.equal(logits(model), plain)
     model.set_adapter("b")
     assert torch.equal(logits(model), native(folders, b=1.0)(IDS).logits)
+    model.set_adapter({"b": 0.5})
+    assert model.model.active == {"b": 0.5} and torch.equal(logits(model), native(folders, b=0.5)(IDS).logits)
+    model.delete_adapter("b")
+    assert model.active_adapters() == []
     model.load_adapter(folders["a"])
     assert model.active_adapters() == ["default"] and torch.equal(logits(model), native(folders, a=1.0)(IDS).logits)
 
@@ -108,12 +113,14 @@ def test_what_cannot_be_is_a_sentence_and_changes_nothing(folders, tmp_path):
         (lambda: model.load_adapter(tmp_path / "nothing" / "x", adapter_name="b"), "nothing at"),
         (lambda: model.load_adapter(folders["b"], adapter_name="b", is_trainable=True), "knows no is_trainable"),
         (lambda: model.set_adapter(["a", "b"]), "no adapter or switch 'b': there are a"),
+        (lambda: model.set_adapter({"a": "0.5"}), "the weight of 'a' is 0.5: give a finite number"),
+        (lambda: model.load_adapter(folders["b"], adapter_name=3), "adapter_name is 3, which is no name"),
+        (lambda: model.delete_adapter(["a", "b"]), "the model has no adapter 'b': there are a"),
+        (lambda: model.delete_adapter("zzz"), "the model has no adapter 'zzz': there are a"),
         (lambda: cast.load_adapter(folders["a"]), "before that is cast to another type"),
     ):
         with pytest.raises(UserError, match=said):
             action()
-    with pytest.raises(ValueError, match="No adapter loaded"):
-        model.delete_adapter(["a", "b"])
     assert model.active_adapters() == ["a"] and torch.equal(logits(model), before)
 
 
@@ -181,6 +188,125 @@ def test_beside_adapters_of_peft_each_counts_when_it_is_named(folders, first, tm
     assert torch.equal(logits(again), ours)
     again.delete_adapter("c")
     assert torch.equal(logits(again), plain)
+
+
+def test_what_counted_before_disable_counts_after_enable(folders):
+    """Also one of peft that was off stays off; once ours are deleted, `set_adapter` turns it on."""
+    model = load(folders)
+    model.add_adapter(lora(), "low")
+    low = logits(model)
+    model.load_adapter(folders["a"], adapter_name="a")
+    alone = logits(model)
+    for named in ("a", ["low", "a"], "low", []):
+        model.set_adapter(named)
+        before = logits(model)
+        model.disable_adapters()
+        model.disable_adapters()
+        model.enable_adapters()
+        assert torch.equal(logits(model), before), named
+    model.set_adapter({"a": 1.0, "low": 1})
+    with pytest.raises(UserError, match=r"the weight of 'low' is 0.5, but one of peft counts as it is: give 1"):
+        model.set_adapter({"a": 1.0, "low": 0.5})
+    assert model.active_adapters() == ["low", "a"]
+    model.set_adapter("a")
+    assert torch.equal(logits(model), alone)
+    model.delete_adapter("a")
+    model.set_adapter("low")
+    assert torch.equal(logits(model), low)
+    model.disable_adapters()
+    model.set_adapter("low")
+    assert torch.equal(logits(model), low)
+
+
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
+def test_a_lora_that_was_merged_into_what_an_adapter_moves_is_not_lost(folders, tmp_path, merge):
+    peft = pytest.importorskip("peft")
+    model, name = load(folders), "blocks.0.ffn.segments.0.value_tokens"
+    make_moving(tmp_path / "moving", name)
+    model.load_adapter(tmp_path / "moving", adapter_name="moving")
+    wrapped = peft.get_peft_model(model, lora()).eval()
+    with torch.no_grad():
+        both = wrapped(input_ids=IDS).logits
+    getattr(wrapped, merge)()
+    assert far(logits(model), both) < 1e-5
+    both = logits(model)
+    model.set_adapter("moving")  # which changes nothing
+    assert torch.equal(logits(model), both)
+    for action in (
+        model.disable_adapters,
+        lambda: model.delete_adapter("moving"),
+        lambda: tokenformer.active(model.model, {"moving": 0.5}),
+        lambda: tokenformer.detached(model.model).__enter__(),
+        lambda: model.load_adapter(folders["a"], adapter_name="a"),
+    ):
+        with pytest.raises(UserError, match=f"'{name}' was changed .* since adapter moving moved it"):
+            action()
+        assert torch.equal(logits(model), both) and model.active_adapters() == ["moving"]
+    if merge == "merge_and_unload":
+        assert far(merged(model.model)(IDS).logits, both) < 1e-6
+
+
+def make_moving(folder: Path, name: str) -> None:
+    """An adapter of the base's that moves one tensor."""
+    base = make_base()
+    tensor = base.get_parameter(name).detach()
+    write_adapter(folder, AdapterFile("base", digest(*base_of(base))), {name: tensor + 0.1 * tensor.cos()}, [])
+
+
+def test_an_embedding_that_was_resized_is_not_set_back(folders, tmp_path):
+    model = load(folders)
+    make_moving(tmp_path / "moving", "embedding.weight")
+    model.load_adapter(tmp_path / "moving", adapter_name="moving")
+    model.resize_token_embeddings(IDS.max().item() + 20)
+    before = logits(model)
+    for action in (model.disable_adapters, lambda: model.delete_adapter("moving")):
+        with pytest.raises(UserError, match=r"'embedding.weight' was changed"):
+            action()
+        assert torch.equal(logits(model), before) and model.active_adapters() == ["moving"]
+
+
+def test_what_peft_computes_with_a_copy_of_is_not_moved(folders, tmp_path):
+    """`modules_to_save` and an adapter of ours that reaches the same module, whichever comes first."""
+    peft = pytest.importorskip("peft")
+    saved, said = {"modules_to_save": ["norm"]}, r"'norm.(weight|bias)' is an adapter's, but peft"
+    model = load(folders)
+    model.add_adapter(lora(**saved), "low")
+    model.save_pretrained(tmp_path / "low")
+    before = logits(model)
+    with pytest.raises(UserError, match=said):
+        model.load_adapter(folders["c"], adapter_name="c")
+    assert torch.equal(logits(model), before) and model.active_adapters() == ["low"]
+    model.load_adapter(folders["a"], adapter_name="a")  # which reaches no norm
+
+    model = load(folders)
+    model.load_adapter(folders["c"], adapter_name="c")
+    before = logits(model)
+    for action in (
+        lambda: model.add_adapter(lora(**saved), "low"),
+        lambda: model.add_adapter(lora(modules_to_save=["attention"]), "low"),
+        lambda: model.load_adapter(tmp_path / "low", adapter_name="low"),
+    ):
+        with pytest.raises(UserError, match=r"modules_to_save names '.*', so peft would compute with a copy of"):
+            action()
+        assert torch.equal(logits(model), before) and model.active_adapters() == ["c"]
+    wrapped = peft.get_peft_model(model, lora(**saved)).eval()
+    with torch.no_grad():
+        both = wrapped(input_ids=IDS).logits
+    with pytest.raises(UserError, match=said):
+        model.disable_adapters()
+    assert torch.equal(wrapped(input_ids=IDS).logits, both)
+
+
+def test_a_mistyped_path_is_not_asked_for_on_the_hub(folders, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(tokenformer.hub.hf.base, "find_adapter_config_file", lambda name, **_: asked.append(name))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "A" / "tales").mkdir(parents=True)
+    model = load(folders)
+    for name in ("A/tale", "nope", "./nope", "../B/x", str(tmp_path / "x"), "A/b/c"):
+        with pytest.raises(UserError, match="there is nothing at"):
+            model.load_adapter(name)
+    assert asked == []
 
 
 def test_what_reads_a_models_own_parameters_refuses_one_that_peft_changed(folders, tmp_path):

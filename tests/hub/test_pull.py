@@ -171,6 +171,24 @@ def test_a_broken_connection_is_continued_where_it_broke(server, cloud, device):
     assert content(device / "mine") == content(cloud) and not server.breaks
 
 
+def test_every_file_is_continued_where_it_broke(server, cloud, device):
+    """Also the manifest and tensors.json, of which nobody knows the size before; no byte moves twice."""
+    server.most = 1000
+    assert (cloud / "tensors.json").stat().st_size > 2000
+    manifest = json.loads((cloud / "manifest.json").read_text())
+    (cloud / "manifest.json").write_text(json.dumps(manifest) + " " * 7000)
+    assert pull(server) == sum(len(data) for data in content(cloud).values())
+    assert content(device / "mine") == content(cloud)
+
+
+def test_force_removes_foreign_files_also_if_nothing_else_changed(server, cloud, device, capsys):
+    pull(server)
+    (device / "mine" / "notes.txt").write_text("mine")
+    assert "notes.txt is not in the folder's manifest.json" in refused(capsys, "pull", f"{server.url}/mine")
+    pull(server, "--force")
+    assert content(device / "mine") == content(cloud)
+
+
 def test_a_server_that_breaks_off_for_ever_is_one_sentence_and_what_came_is_kept(server, device, capsys):
     """One tensor is all zeros, as the places are to which nothing came yet."""
     model = random_model(SHAPE)

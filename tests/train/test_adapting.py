@@ -1,6 +1,7 @@
 """An adapter is trained alone: the base gets no gradient, state or bytes of a checkpoint; resume needs its digest."""
 
 import gc
+import json
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,13 @@ import yaml
 
 import tokenformer
 from tests.train.conftest import TEXT, child_environment, result, same
-from tokenformer.adapters import base_of, digest
+from tokenformer.adapters import base_of, digest, merged
+from tokenformer.cli.main import main
+from tokenformer.config import ModelConfig
 from tokenformer.errors import UserError
 from tokenformer.hub.open import open_model, read_config
 from tokenformer.hub.run_folder import all_steps, newest_whole
+from tokenformer.models import build
 from tokenformer.train.trainer import Trainer
 
 TOKENS = ["adapter.qkv_tokens=3", "adapter.ffn_tokens=8"]
@@ -200,6 +204,45 @@ def test_the_average_of_a_run_is_attached_unless_its_last_weights_are_asked_for(
 
     assert torch.equal(logits(smooth, average=False), logits(plain))
     assert not torch.equal(logits(smooth), logits(plain)) and torch.equal(logits(plain, average=False), logits(plain))
+
+
+def test_raw_weights_are_the_adapters_and_the_base_stays_what_it_is(tune, config_file, tmp_path, capsys):
+    """Both runs average their weights. Resume of the adapter's finds its base when that was trained on, too."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    assert Trainer(read_config(config_file, overrides=["steps=6", "train.ema=0.9"]), base).run() is None
+    trained(tune("train.ema=0.9", start=base), run)
+    (tmp_path / "text.txt").write_bytes(TEXT.read_bytes()[:300])
+
+    def loss(model: Path, *words: str) -> float:
+        out = tmp_path / "out.json"
+        command = ["eval", str(model), "--text", str(tmp_path / "text.txt"), "--out", str(out), "--force", *words]
+        assert main(command) == 0, capsys.readouterr().err
+        return json.loads(out.read_text())["texts"][str(tmp_path / "text.txt")]["loss"]
+
+    adapter = ["--adapter", str(run)]
+    smooth, raw = loss(base, *adapter), loss(base, *adapter, "--weights", "raw")
+    wanted = tokenformer.attach(tokenformer.load(base), run, "mine", average=False)
+    tokenformer.save(merged(wanted), tmp_path / "raw", tokenizer_json=open_model(base).tokenizer_json)
+    assert smooth != raw and loss(base, "--weights", "raw") != loss(base)
+    assert loss(tmp_path / "raw") == pytest.approx(raw, abs=1e-6)
+
+    Trainer(read_config(base / "config.yml", overrides=["steps=8", "checkpoint.keep=0"]), base, resume=True).run()
+    config = run / "config.yml"
+    with pytest.raises(UserError, match=r"of a run that was trained on, name the checkpoint .*start=RUN/checkpoints"):
+        Trainer(read_config(config, overrides=["steps=14"]), run, resume=True).run()
+    earlier = next((base / "checkpoints").glob("step-*6"))
+    trained(read_config(config, overrides=["steps=14", f"start={earlier}"]), run, resume=True)
+
+
+def test_a_base_of_several_trunks_is_refused_with_what_can_be_tuned(tune, tmp_path):
+    tower = {"layers": 1, "dim": 16, "heads": 2, "qkv_tokens": 8, "proj_tokens": 8, "ffn_tokens": 8}
+    image = ModelConfig(**tower, of="image", image_size=16, patch=8, pool="mean", classes=0)
+    pair = ModelConfig(of="caption", trunks={"image": image, "text": ModelConfig(**tower, vocab=384, context=32)})
+    tokenformer.save(build(pair), tmp_path / "caption")
+    with pytest.raises(
+        UserError, match="is of several trunks: choose a language or an image model of kind tokenformer"
+    ):
+        tune(start=tmp_path / "caption")
 
 
 def test_an_adapter_is_no_model(tune, tmp_path):

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
     opened.need("language", "caption")
     if args.adapter:
         opened.prepare = partial(attach_all, words=args.adapter, average=args.weights != "raw")
+        opened.raw = False  # --weights chooses the adapter's: its base is the average, on which it was trained
     drawer = Drawer(opened.model.eval(), opened.tokenizer)
     side = drawer.codes.side
     scale = args.scale or max(1, 128 // side)

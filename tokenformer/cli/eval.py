@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> int | None:
     how = {"device": device, "dtype": args.dtype, "weights": args.weights}
     opened = open_model(source, configs, tokenizer=args.tokenizer, **how)
     opened.prepare = partial(attach_all, words=args.adapter, average=args.weights != "raw")
+    opened.raw = opened.raw and not args.adapter  # then it is the adapter's: its base is the average it was trained on
     tokenizer, model = opened.tokenizer, opened.language
     if args.weights == "fp8":
         model = rounded(model)

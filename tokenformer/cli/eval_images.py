@@ -37,6 +37,7 @@ def open_source(args: argparse.Namespace) -> tuple["Opened", str, list[str]]:
     opened = open_model(source, configs, tokenizer=args.tokenizer, **how)
     if args.adapter:
         opened.prepare = partial(attach_all, words=args.adapter, average=args.weights != "raw")
+        opened.raw = False  # --weights chooses the adapter's: its base is the average, on which it was trained
     return opened, source, told
 
 

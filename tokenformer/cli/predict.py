@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     opened.need("image")
     if args.adapter:
         opened.prepare = partial(attach_all, words=args.adapter, average=args.weights != "raw")
+        opened.raw = False  # --weights chooses the adapter's: its base is the average, on which it was trained
     model = opened.model.eval()
     settings, size = reading(model, args.size)
     settings, names, damaged = dataclasses.replace(settings, damaged="skip"), class_names(model), 0

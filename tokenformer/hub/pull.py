@@ -59,7 +59,8 @@ def pull(server: Server, out: str | Path, have: Iterable[str | Path] = (), force
     files = _files(manifest, server)
     total = len(manifest) + sum(entry["bytes"] for entry in files.values())
     root = out.with_name(f".{out.name}.pull")
-    if is_file(out / MANIFEST) and (out / MANIFEST).read_bytes() == manifest and _is_whole(out):
+    same = is_file(out / MANIFEST) and (out / MANIFEST).read_bytes() == manifest
+    if same and _is_whole(out) and not any(_foreign(out)):
         if root.is_dir():  # of another version that did not come wholly
             with _locked(root, out):
                 shutil.rmtree(root)
@@ -107,12 +108,14 @@ def _refuse(out: Path, force: bool) -> None:
     refuse_existing(out, force=True)
     if force or not is_file(out / MANIFEST):
         return
+    for path in _foreign(out):
+        raise UserError(f"{path} is not in the folder's {MANIFEST} and would be lost: move it away, or give --force")
+
+
+def _foreign(out: Path) -> Iterator[Path]:
+    """Yield the files of a folder of ours that its manifest does not list."""
     known = {MANIFEST, *listed(read_json(out / MANIFEST), str(out / MANIFEST), "give --force to replace the folder")}
-    for path in out.rglob("*"):
-        if not path.is_dir() and str(path.relative_to(out)) not in known:
-            raise UserError(
-                f"{path} is not in the folder's {MANIFEST} and would be lost: move it away, or give --force"
-            )
+    yield from (path for path in out.rglob("*") if not path.is_dir() and str(path.relative_to(out)) not in known)
 
 
 def _files(manifest: bytes, server: Server) -> dict[str, dict]:

@@ -65,8 +65,8 @@ class Server:
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
         headers = build_hf_headers(token=None if self.token else False) | {"Accept-Encoding": "identity"}
-        if end is not None:
-            headers["Range"] = f"bytes={at}-{end - 1}"
+        if end is not None or at:  # a file whose size nobody knows is continued, too, where it broke
+            headers["Range"] = f"bytes={at}-{'' if end is None else end - 1}"
         more = {"headers": headers, "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "retry_on_exceptions": ()}
         with http_stream_backoff("GET", self.url(file), **more) as response:
             hf_raise_for_status(response)

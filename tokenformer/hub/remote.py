@@ -29,8 +29,8 @@ MAPS = {  # of each kind of model: which of its classes transformers' Auto class
     },
 }
 # methods: transformers itself copies the file of a class that came from a folder, and our adapters need the package
-LEFT_OUT = ("save_pretrained", "_attach", "set_adapter", "disable_adapters", "enable_adapters", "active_adapters",
-            "delete_adapter")  # fmt: skip
+LEFT_OUT = ("save_pretrained", "_attach", "set_adapter", "_theirs_count", "disable_adapters", "enable_adapters",
+            "active_adapters", "delete_adapter")  # fmt: skip
 HEADER = f'''"""TokenFormer for transformers in one file, for folders that are loaded with `trust_remote_code=True`.
 
 Written by tokenformer {__version__} from its own sources (Apache-2.0, the tokenformer authors): change those, not this.

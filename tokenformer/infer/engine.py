@@ -134,7 +134,10 @@ class Engine:
         rows = [self.packed.config.checked_weights(row, self.adapters) for row in rows]
         for name in (name for name, moved in self.adapters.items() if moved):
             if len({row.get(name, 0.0) for row in rows} | {self.active.get(name, 0.0)}) > 1:
-                raise UserError(f"adapter '{name}' moves parameters of its base, so all rows have it alike, or none")
+                raise UserError(
+                    f"adapter '{name}' moves parameters of its base, so it counts for all rows as the engine was made "
+                    f"({self.active.get(name, 0.0):g}): give its weight for all, --adapter FOLDER=WEIGHT"
+                )
         used = sorted(name for name in self.names if any(row.get(name) for row in rows))
         return {name: [row.get(name, 0.0) for row in rows] for name in used}
 

@@ -2,6 +2,7 @@
 context, text, length, finished, message, duration_seconds.
 """
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,12 +99,15 @@ def _prompt(line: str, where: str) -> Prompt:
     value, adapters = parse_json(line, where), None
     if isinstance(value, dict):
         adapters = value.get("adapter")
+        for name in value:  # a row may have keys of its own, but one of these was to choose adapters
+            if name != "adapter" and difflib.get_close_matches(name.lower(), ["adapter"], cutoff=0.8):
+                raise UserError(f"{where} has '{name[:80]}', which is not read: write \"adapter\"")
         value = next((value[name] for name in FIELDS if name in value), None)
     if not isinstance(value, str):
         raise UserError(f"{where} holds no prompt: write a string, or an object with {', '.join(FIELDS)}")
     weights = list(adapters.values()) if isinstance(adapters, dict) else []
     kind = isinstance(adapters, str | dict | None)
-    if not kind or not all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights):
+    if not kind or not all(type(weight) in (int, float) and abs(weight) < math.inf for weight in weights):
         raise UserError(f'{where}: write "adapter": "NAME", or {{"NAME": 0.5, ...}} with a weight for each')
     return Prompt(value, where, adapters)
 

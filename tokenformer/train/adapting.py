@@ -41,7 +41,8 @@ def find_base(config: Config, adapter: AdapterConfig) -> tuple[Config, Base]:
     if adapter.base and adapter.base != found:
         raise UserError(
             f"start: {config.start} has the digest {found[:12]}, but the adapter is trained on {adapter.base[:12]}: "
-            "say by start=FOLDER where these weights are"
+            "say by start=FOLDER where these weights are; of a run that was trained on, name the checkpoint that it "
+            "was (start=RUN/checkpoints/step-…)"
         )
     need(
         config.model.resolved() == opened.config.resolved(),

@@ -6,13 +6,15 @@ belongs to one of them. `hub/remote.py` leaves out what needs the package (its `
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from tokenformer.adapters import active, attach, detached, remove
+from tokenformer.adapters import active, attach, check_active, detached, remove
 from tokenformer.config_model import unlike
 from tokenformer.errors import UserError
 from tokenformer.files import MANIFEST, write_text
@@ -28,10 +30,14 @@ except ImportError as error:
 WHERE = ("subfolder", "revision", "token", "cache_dir", "local_files_only")  # how transformers finds a config
 
 
-def of_peft(source: Any, **where: Any) -> bool:
-    """Tell whether a folder, or a repository of the hub, holds an adapter of peft."""
-    could = os.path.isdir(source) or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source))
-    return bool(could) and find_adapter_config_file(source, **where) is not None
+def of_peft(source: Any, **where: Any) -> str | None:
+    """Return the config of the adapter of peft in a folder, or in a repository of the hub; None where there is none.
+
+    A name that can only be a mistyped path is not looked up on the hub, which is asked several times when it is far.
+    """
+    named = re.fullmatch(r"(\w[\w.-]*)/[\w.-]+", str(source))
+    could = os.path.isdir(source) or (named and not os.path.isdir(named[1]))
+    return find_adapter_config_file(source, **where) if could else None
 
 
 def refuse_edited(folder: Any, subfolder: str | None = None) -> None:
@@ -92,9 +98,16 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         Load one of this package before the model is cast to another type. `set_adapter` lets several count.
         """
         name = adapter_name or "default"
-        if peft_model_id is None or of_peft(peft_model_id, **(kwargs.get("adapter_kwargs") or {})):
+        if not isinstance(name, str):
+            raise UserError(f"adapter_name is {str(name)[:80]}, which is no name: give a word (a str)")
+        theirs = None if peft_model_id is None else of_peft(peft_model_id, **(kwargs.get("adapter_kwargs") or {}))
+        if peft_model_id is None or theirs:
             if name in self._ours:
                 raise UserError(f"the model has an adapter '{name}' already: give the new one another name")
+            self._refuse_copies(getattr(kwargs.get("peft_config"), "modules_to_save", None))
+            if theirs:
+                with contextlib.suppress(ValueError, AttributeError):  # transformers says what is wrong with the file
+                    self._refuse_copies(json.loads(Path(theirs).read_text(encoding="utf-8")).get("modules_to_save"))
             loaded = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
             if self._ours:
                 self.set_adapter(name)
@@ -116,7 +129,23 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         name = adapter_name or "default"
         if name in self._ours:
             raise UserError(f"the model has an adapter '{name}' already: give the new one another name")
+        self._refuse_copies(getattr(adapter_config, "modules_to_save", None))
         super().add_adapter(adapter_config, adapter_name)
+
+    def _refuse_copies(self, modules: Any) -> None:
+        """Refuse modules of which peft is to compute with a copy (`modules_to_save`), where our adapters reach in."""
+        if not self._ours or not isinstance(modules, list | tuple | set):
+            return
+        reached = list(getattr(self.inner, "base_values", {}))
+        reached += [n for n, m in self.inner.named_modules() if set(getattr(m, "switch", ())) & set(self._ours)]
+        for path in reached:
+            parts = path.split(".")
+            for word in modules:
+                if any(f"model.{'.'.join(parts[:i])}".endswith(str(word)) for i in range(1, len(parts) + 1)):
+                    raise UserError(
+                        f"modules_to_save names '{word}', so peft would compute with a copy of '{path}', which an "
+                        f"adapter here changes ({', '.join(self._ours)}): leave it out, or call delete_adapter first"
+                    )
 
     @property
     def _ours(self) -> dict[str, Any]:
@@ -124,52 +153,73 @@ class TokenFormerPreTrainedModel(PreTrainedModel):
         return getattr(self.inner, "adapters", {})
 
     def _attach(self, folder: Any, name: str) -> None:
+        check_active(self.inner, {})  # the new one counts alone
         attach(self.inner, folder, name)
         self.set_adapter(name)
 
-    def set_adapter(self, adapter_name: list[str] | str) -> None:
-        """Let these adapters count, each with weight 1, and no others; `tokenformer.active` gives other weights."""
-        if not self._ours:
-            return super().set_adapter(adapter_name)
-        names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
-        if self._hf_peft_config_loaded:
-            theirs = [name for name in names if name not in self._ours]
-            if theirs:
-                super().set_adapter(theirs)
-                super().enable_adapters()
-            else:
-                super().disable_adapters()
-            names = [name for name in names if name in self._ours]
-        active(self.inner, dict.fromkeys(names, 1.0))
+    def set_adapter(self, adapter_name: Mapping[str, float] | list[str] | str) -> None:
+        """Let these adapters count and no others, with weight 1; a mapping gives other weights to those of ours."""
+        names = [adapter_name] if isinstance(adapter_name, str) else adapter_name
+        weights = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
+        ours = {name: weight for name, weight in weights.items() if name in self._ours}
+        theirs = [name for name in weights if name not in self._ours]
+        for name in theirs:
+            if weights[name] != 1:
+                raise UserError(f"the weight of '{name}' is {weights[name]}, but one of peft counts as it is: give 1")
+        loaded = self._hf_peft_config_loaded
+        check_active(self.inner, weights if self._ours and not loaded else ours)  # before anything is changed
+        if theirs:
+            super().set_adapter(theirs)
+            super().enable_adapters()
+        elif loaded:
+            super().disable_adapters()
+        active(self.inner, ours)
+        self._disabled = None
+
+    def _theirs_count(self) -> bool:
+        """Tell whether adapters of peft are there and not disabled."""
+        if not self._hf_peft_config_loaded:
+            return False
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        return any(isinstance(m, BaseTunerLayer) and not m.disable_adapters for m in self.modules())
 
     def disable_adapters(self) -> None:
         """Compute the base until `enable_adapters` or `set_adapter`."""
+        now = self._theirs_count(), dict(self.inner.active)
+        active(self.inner, {})
         if self._hf_peft_config_loaded or not self._ours:
             super().disable_adapters()
-        if self.inner.active:
-            self._disabled = self.inner.active
-            active(self.inner, {})
+        if any(now) or getattr(self, "_disabled", None) is None:  # given again, it forgets nothing
+            self._disabled = now
 
     def enable_adapters(self) -> None:
         """Let the adapters count that did so before `disable_adapters`, with their weights."""
-        if self._hf_peft_config_loaded or not self._ours:
-            super().enable_adapters()
+        theirs, ours = getattr(self, "_disabled", None) or (not self.inner.active, {})
         if not self.inner.active:
-            before = getattr(self, "_disabled", {})
-            active(self.inner, {name: weight for name, weight in before.items() if name in self._ours})
+            active(self.inner, {name: weight for name, weight in ours.items() if name in self._ours})
+        if theirs and (self._hf_peft_config_loaded or not self._ours):
+            super().enable_adapters()
+        self._disabled = None
 
     def active_adapters(self) -> list[str]:
         """Return the names of the adapters that count; those of peft also while they are disabled."""
-        theirs = super().active_adapters() if self._hf_peft_config_loaded or not self._ours else []
+        theirs = super().active_adapters() if self._hf_peft_config_loaded else []
         return [*theirs, *self.inner.active]
 
     def delete_adapter(self, adapter_names: list[str] | str) -> None:
         """Take adapters out of the model."""
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         theirs = [name for name in names if name not in self._ours]
+        known = [*self._ours, *getattr(self, "peft_config", {})]
+        for name in names if self._ours else ():
+            if name not in known:
+                raise UserError(f"the model has no adapter '{str(name)[:80]}': there are {', '.join(known)}")
+        if len(theirs) < len(names):
+            check_active(self.inner, {name: weight for name, weight in self.inner.active.items() if name not in names})
         if theirs or not self._ours:
             super().delete_adapter(theirs)
-        for name in names:
+        for name in dict.fromkeys(names):
             if name in self._ours:
                 remove(self.inner, name)
 
