@@ -160,7 +160,7 @@ def test_evaluation_resizes_the_shorter_side_and_takes_the_centre(width, height)
     picture = p.picture(5, width, height)
     scaled = int(224 / 0.875)
     size = (scaled, int(scaled * height / width)) if width <= height else (int(scaled * width / height), scaled)
-    left, top = round((size[0] - 224) / 2), round((size[1] - 224) / 2)
+    left, top = (size[0] - 224) // 2, (size[1] - 224) // 2
     want = picture.resize(size, Image.Resampling.BICUBIC).crop((left, top, left + 224, top + 224))
     assert np.array_equal(Cropping(224, ImagesConfig()).evaluation(p.encoded(picture, "PNG")), np.asarray(want))
 

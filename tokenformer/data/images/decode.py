@@ -32,7 +32,11 @@ class Cropping(NamedTuple):
     settings: ImagesConfig
 
     def evaluation(self, item: bytes | np.ndarray) -> np.ndarray:
-        """Return the centre: the shorter side is resized to size / crop_pct, as torchvision and timm do it."""
+        """Return the centre: the shorter side is resized to size / crop_pct, as torchvision and timm do it.
+
+        Of an odd number of pixels that are cut off, the larger half is on the right and below, as transformers does it
+        with exported models; torchvision and timm round, so that their centre may lie one pixel further.
+        """
         return _guarded(item, self._centre)
 
     def training(self, item: bytes | np.ndarray, draws: np.ndarray) -> np.ndarray:
@@ -56,7 +60,7 @@ class Cropping(NamedTuple):
         width, height = (target, longer) if upright.width <= upright.height else (longer, target)
         if upright.size != (width, height):
             upright = upright.resize((width, height), self._filter)
-        left, top = round((width - self.size) / 2), round((height - self.size) / 2)
+        left, top = (width - self.size) // 2, (height - self.size) // 2
         return upright.crop((left, top, left + self.size, top + self.size))
 
     def _resized(self, image: Any, draws: np.ndarray) -> Any:
