@@ -290,3 +290,55 @@ def test_a_list_with_a_file_and_no_label_behind_it_is_refused(tmp_path):
     (tmp_path / "labels.txt").write_text("a.png cat\nb.png,\n")
     with pytest.raises(UserError, match=r"labels.txt has no label of b.png: add its line"):
         _labels(tmp_path / "labels.txt", ["a.png", "b.png"])
+
+
+SHARDS = {"train-000": [0, 1], "train-001": [2], "val-000": [3, 4], "Test-000": [5]}
+
+
+def make_shards(root, names=SHARDS) -> None:
+    for name, pictures in names.items():
+        (root / f"{name}.tar").parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(root / f"{name}.tar", "w") as tar:
+            for n in pictures:
+                p.add(tar, f"{n}.jpg", p.encoded(p.picture(n)))
+                p.add(tar, f"{n}.cls", b"0")
+
+
+@pytest.mark.parametrize("pattern", ["", "*.tar", "{train,val,Test}-*.tar", "[tvT]*-00[01].tar"])
+def test_shards_belong_to_the_part_in_their_name_however_they_are_named(tmp_path, pattern):
+    make_shards(tmp_path)
+    found = {part: numbers(opened(f"{tmp_path}/{pattern}", part)) for part in ("train", "validation", "test")}
+    assert found == {"train": [0, 1, 2], "validation": [3, 4], "test": [5]}
+
+
+def test_shards_belong_to_the_part_in_the_name_of_a_folder(tmp_path):
+    make_shards(tmp_path / "a", {"TRAIN/0": [0], "Val/0": [1], "Val/train-1": [2]})
+    for path in (tmp_path / "a", f"{tmp_path}/a/*/*.tar", f"{tmp_path}/a/{{TRAIN,Val}}/*.tar"):
+        assert numbers(opened(path)) == [0]
+        assert numbers(opened(path, "validation")) == [1, 2]
+    make_shards(tmp_path / "b", {"0": [0], "1": [1], "validation-2": [2]})
+    assert numbers(opened(f"{tmp_path}/b/*.tar")) == [0, 1]  # they were named: what is of no part is trained on
+    assert numbers(opened(f"{tmp_path}/b/{{0,1}}.tar", "validation")) == []
+    assert numbers(opened(f"{tmp_path}/b/validation-2.tar", "validation")) == [2]
+    for path in (f"{tmp_path}/b/validation-*.tar", f"{tmp_path}/b/validation-2.tar"):
+        with pytest.raises(UserError, match=r"has no .tar files for train \(.*validation-2.tar is for validation\)"):
+            opened(path)
+
+
+def test_folders_of_parts_are_known_in_capitals(tmp_path):
+    root = p.make_folder(tmp_path / "set")
+    (root / "train").rename(root / "Train")
+    (root / "val").rename(root / "VAL")
+    assert len(opened(root)) == 12 and sorted(numbers(opened(root, "validation"))) == [12, 13, 14, 15, 16, 17]
+
+
+@pytest.mark.parametrize("place", ["ant/val", "bee/Test", "dev"])
+def test_images_for_validation_inside_of_what_is_trained_on_are_refused(tmp_path, place):
+    """Classes above parts: the parts come first."""
+    root = p.make_folder(tmp_path / "set", 12, 0) / "train"
+    (root / place).mkdir()
+    (root / "ant" / "000.jpg").rename(root / place / "000.jpg")
+    where = f"set/train/{place} is called like images for (validation|test)"
+    with pytest.raises(UserError, match=f"{where}.*: put them into .*/(val|test)/CLASS"):
+        opened(root)
+    assert len(opened(root.parent)) == 12  # a folder train/ says so itself

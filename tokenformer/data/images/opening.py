@@ -1,6 +1,7 @@
 """Opening an image set by the config: its format, and which of its images are for training and for validation."""
 
 import filecmp
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from tokenformer.config_data import DataConfig, ImagesConfig
 from tokenformer.data.images import binaries
 from tokenformer.data.images.decode import need_pillow
 from tokenformer.data.images.folders import has_folders, open_flat, open_folder
-from tokenformer.data.images.shards import PARTS, expand, open_tars, shard_files
+from tokenformer.data.images.shards import PARTS, expand, open_tars, part_of, part_of_word, shard_files
 from tokenformer.data.images.stored import Files, Images, Some, renumbered
 from tokenformer.data.images.tables import open_tables
 from tokenformer.data.permutation import permute, round_keys
@@ -110,7 +111,11 @@ def find_shards(path: str, part: Part | None, form: str, kinds: dict[str, str]) 
         if form == kind or (form == "auto" and ending in there):
             names = shard_files(path, part, ending)
             if not names and part != "validation":
-                raise UserError(f"{shown(path)} has no {ending} files{f' for {part}' if part else ''}: check the path")
+                where = f" for {part}" if part else ""
+                if part == "train":
+                    parts = [(name, part_of(name, path)) for name in shard_files(path, None, ending)]
+                    where += next((f" ({name} is for {own})" for name, own in parts if own), "")
+                raise UserError(f"{shown(path)} has no {ending} files{where}: check the path")
             return kind, names
     return None
 
@@ -149,14 +154,34 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
         return found
     if form not in ("auto", "folder"):
         raise UserError(f"{shown(path)} has no binary files of {form.upper()}: check data.path, or data.images.format")
-    own = next((root / word for word in PARTS[part or "validation"] if is_folder(root / word)), None)
+    folders = sorted((entry.name for entry in os.scandir(root) if entry.is_dir()), key=str.swapcase)  # val before Val
+    own = next((root / name for word in PARTS[part or "validation"] for name in folders if name.lower() == word), None)
     if own is None and part == "validation":
         return none_of(_open(path, "train", data, settings, classes))
     if own is None and part == "test":
         raise UserError(f"{root} has no folder test: give another part, or check the path")
     if settings.labels and not has_folders(own or root):
         return open_flat(own or root, Path(settings.labels), classes)
-    return open_folder(own or root, classes)
+    images = open_folder(own or root, classes)
+    if own is None:
+        refuse_parts(images)
+    return images
+
+
+def refuse_parts(images: Files) -> None:
+    """Refuse a folder of classes in which a folder is named after validation or test: its images are not to be trained
+    on, and of `CLASS/val` it is not known whether all classes have one.
+    """
+    for folder in sorted({os.path.dirname(images.name(i)) for i in range(len(images))}):
+        for place in itertools.accumulate(Path(folder).relative_to(images.root).parts[:2], os.path.join):
+            part = part_of_word(os.path.basename(place))
+            if part in ("validation", "test"):
+                word = {"validation": "val", "test": "test"}[part]
+                raise UserError(
+                    f"{os.path.join(images.root, place)} is called like images for {part}, but there is no {word}/ in "
+                    f"{images.root}: put them into {images.root}/{word}/CLASS and the others into train/CLASS, or "
+                    "rename it"
+                )
 
 
 def _holds(root: Path, ending: str) -> bool:

@@ -61,32 +61,57 @@ def expand(pattern: str) -> list[str]:
 
 
 def shard_files(pattern: str, part: str | None, ending: str) -> list[str]:
-    """Return the shards of a part, sorted: of a folder those named after it; of a pattern all, where `part` is None or
-    train.
+    """Return the shards of a part (None: all), which the names of the files or of their folders say.
+
+    Of a folder they are sorted, and where some are of a part, those of none are not read. Those that a pattern names
+    without a part are trained on.
     """
-    if not is_folder(pattern):
-        if part not in (None, "train"):
-            return []
+    if is_folder(pattern):
+        depths = ("*", "*/*", "*/*/*")
+        every = [
+            str(p) for p in sorted(p for depth in depths for p in Path(pattern).glob(depth + ending) if is_file(p))
+        ]
+    else:
         found = [sorted(glob.glob(name)) if any(c in name for c in "*?[") else [name] for name in expand(pattern)]
-        names = [name for some in found for name in some]
-        for name in names:
+        every = [name for some in found for name in some]
+        for name in every:
             if not is_file(name):
                 raise UserError(f"there is no shard {shown(name)}: check data.path")
-        return names
-    every = sorted(p for depth in ("*", "*/*", "*/*/*") for p in Path(pattern).glob(depth + ending) if is_file(p))
+    parts = [part_of(name, pattern) for name in every]
+    if part is None or (part == "train" and not any(parts)):
+        return every
+    left = [name for name, own in zip(every, parts, strict=True) if own is None]
+    if left and any(parts) and is_folder(pattern):
+        do = "name it after one (train…, val…, dev…, test…)"
+        warnings.warn(f"{left[0]} is of no part, so it is not read: {do}", stacklevel=2)
+    wanted = [part, None] if part == "train" and not is_folder(pattern) else [part]
+    if part == "validation" and part not in parts:
+        wanted = ["test"]
+    return [name for name, own in zip(every, parts, strict=True) if own in wanted]
 
-    def belongs(path: Path, words: Sequence[str]) -> bool:
-        return path.parent.name in words or re.split(r"[-_.]", path.name)[0] in words
 
-    named = {name: [str(p) for p in every if belongs(p, words)] for name, words in PARTS.items()}
-    named["validation"] = [name for name in named["validation"] if name not in named["test"]] or named["test"]
-    if part is not None and (any(named.values()) or part != "train"):
-        left = [p for p in every if str(p) not in {name for names in named.values() for name in names}]
-        if left and any(named.values()):
-            do = "name it after one (train…, val…, dev…, test…)"
-            warnings.warn(f"{left[0]} is of no part, so it is not read: {do}", stacklevel=2)
-        return named[part]
-    return [str(p) for p in every]
+def part_of(name: str, pattern: str) -> str | None:
+    """Return the part that a file is of by its name, and by those of the folders that `pattern` leaves open.
+
+    >>> part_of("x/Val/train-0.tar", "x"), part_of("x/test-0.tar", "x/*.tar"), part_of("val/a/0.tar", "val/*/0.tar")
+    ('validation', 'test', None)
+    """
+    root = Path(pattern)
+    if not is_folder(pattern):
+        fixed = itertools.takewhile(lambda piece: not any(c in piece for c in "*?[{"), root.parts[:-1])
+        root = Path(*fixed)
+    *folders, file = Path(name).relative_to(root).parts
+    words = [*folders, re.split(r"[-_.]", file)[0], *([] if folders else [root.name])]
+    return next((part for word in words if (part := part_of_word(word))), None)
+
+
+def part_of_word(word: str) -> str | None:
+    """Return the part that a word names, in capitals too.
+
+    >>> [part_of_word(word) for word in ("Train", "dev", "TEST", "cat")]
+    ['train', 'validation', 'test', None]
+    """
+    return next((part for part in ("train", "test", "validation") if word.lower() in PARTS[part]), None)
 
 
 def open_tars(names: Sequence[str], cache: str | None, classes: Sequence[str] | None) -> Pieces:
