@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenformer.config import OF_TOKENS, Config, ModelConfig
 from tokenformer.config_model import unlike
+from tokenformer.data.images.stored import alike
 from tokenformer.errors import UserError
 from tokenformer.growth.shape import table, with_table
 from tokenformer.models import build as build_model
@@ -121,8 +122,8 @@ def _differences(config: Config, opened: Any, files: dict[str, str]) -> list[str
         for name in ("mean", "std"):
             if (before := opened.images.get(name, now[name])) != now[name]:
                 said.append(f"data.images.{name} is {now[name]}, but {before} in {start}")
-        names = [about.get("classes") or [] for about in (opened.images, now)]
-        numbers = any(all(str(name).isdecimal() for name in of) for of in names)  # of tars: no names
+        names = [[alike(str(name)) for name in about.get("classes") or []] for about in (opened.images, now)]
+        numbers = any(all(name.isdecimal() for name in of) for of in names)  # of tars, which have no names
         if mine.classes == theirs.classes and names[0] != names[1] and not numbers:
             called = f"whose classes were called {shown(names[0])}, not {shown(names[1])}"
             said.append(f"the head is that of {start}, {called}")

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -16,8 +17,9 @@ from PIL import Image
 
 from tests.data.images import pictures as p
 from tokenformer.config_data import DataConfig, ImagesConfig
-from tokenformer.data.images.folders import _labels
+from tokenformer.data.images.folders import _labels, find_images
 from tokenformer.data.images.opening import open_images, open_parts
+from tokenformer.data.images.stored import renumbered
 from tokenformer.errors import UserError
 
 
@@ -342,3 +344,76 @@ def test_images_for_validation_inside_of_what_is_trained_on_are_refused(tmp_path
     with pytest.raises(UserError, match=f"{where}.*: put them into .*/(val|test)/CLASS"):
         opened(root)
     assert len(opened(root.parent)) == 12  # a folder train/ says so itself
+
+
+def said(warned) -> list[str]:
+    """Sentences that were said, without the folders that they name."""
+    return sorted({re.sub(r"/\S*/(?=\w)", "", str(one.message)) for one in warned})
+
+
+def test_images_of_other_formats_and_empty_folders_are_said(tmp_path):
+    root = p.make_folder(tmp_path / "set") / "train"
+    for name in ("a.AVIF", "b.heic", "c.heic", "notes.txt", ".d.heic"):
+        (root / "bee" / name).write_bytes(b"")
+    (root / "dog").mkdir()
+    read = "passed over: .avif, .heic (jpg, jpeg, png, webp, gif, bmp, tif, tiff, ppm, pgm are read)"
+    with pytest.warns(UserWarning) as warned:
+        assert len(opened(root)) == 12
+    assert said(warned) == [f"3 files in train are {read}", "dog has no images: nothing is there of its class"]
+    with pytest.warns(UserWarning) as warned:
+        assert len(find_images([str(root / "bee")])) == 4
+    assert said(warned) == [f"3 files in bee are {read}"]
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for name, data in {"a.png": p.encoded(p.picture(1), "PNG"), "a.cls": b"1", "b.tga": b"", "b.cls": b"0"}.items():
+            p.add(tar, name, data)
+    for _ in range(2):  # the second time its index is there
+        with pytest.warns(UserWarning, match=r"1 file in .*x.tar is passed over: .tga \(jpg, "):
+            assert len(opened(tmp_path / "x.tar")) == 1
+
+
+def test_class_names_that_look_the_same_are_the_same(tmp_path):
+    """An é of one character, or an e and an accent, as macOS writes it."""
+    one, two = "caf\u00e9", "cafe\u0301"
+    for part, name in (("train", one), ("val", two)):
+        for folder in (name, "zoo"):
+            (tmp_path / part / folder).mkdir(parents=True)
+            (tmp_path / part / folder / "0.png").write_bytes(p.encoded(p.picture(1), "PNG"))
+    train, held = opened(tmp_path), opened(tmp_path, "validation", [one, "zoo"])
+    assert train.classes == held.classes == [one, "zoo"] and held.labels.tolist() == [0, 1]
+    assert renumbered(np.array([0, 1]), ["zoo", two], [one, "zoo"], "set").tolist() == [1, 0]
+    (tmp_path / "train" / two).mkdir()
+    with pytest.raises(UserError, match=r"train has two folders that are both called 'café': put their images into"):
+        opened(tmp_path)
+
+
+def test_what_is_no_tar_and_no_number_is_said_as_what_it_is(tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "train-0.tar.gz").write_bytes(b"")
+    for path in ("shards", "shards/train-0.tar.gz", "shards/*.tgz"):
+        with pytest.raises(UserError, match=r"is compressed, and shards are read at random: unpack it \(gunzip\)"):
+            opened(tmp_path / path)
+    p.make_tars(tmp_path / "shards")
+    with pytest.warns(UserWarning, match=r"train-0.tar.gz is compressed, so it is not read: unpack it \(gunzip\)"):
+        assert len(opened(tmp_path / "shards")) == 12
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        p.add(tar, "b.jpg", b"")
+        p.add(tar, "b.json", b"{")
+    with pytest.raises(UserError, match=r"^b.json in .*x.tar is not JSON"):
+        opened(tmp_path / "x.tar")
+    with pytest.raises(UserError, match=r"name a list of their labels with data.images.labels \(eval: --labels\)"):
+        opened(p.make_folder(tmp_path / "flat") / "train" / "ant")
+
+
+def test_parquet_without_rows_or_with_names_of_classes_is_refused_by_its_own_name(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    for name, labels in (("empty", []), ("names", ["cat"])):
+        images = [{"bytes": p.encoded(p.picture(1)), "path": None}] * len(labels)
+        image = pyarrow.array(images, pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
+        label = pyarrow.array(labels, pyarrow.string() if labels else pyarrow.int64())
+        parquet.write_table(pyarrow.table({"image": image, "label": label}), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match=r"/empty.parquet has no images: check data.path"):
+        opened(tmp_path / "empty.parquet")
+    with pytest.raises(UserError, match=r"row 1, has the text 'cat' in 'label'.*: give their numbers, from 0"):
+        opened(tmp_path / "names.parquet")

@@ -103,12 +103,15 @@ def find_shards(path: str, part: Part | None, form: str, kinds: dict[str, str]) 
     There are none of the part validation where the path has no such part.
     """
     root = Path(path)
+    packed = _compressed(path) if ".tar" in kinds and form in ("auto", "tar") else None
     there = [ending for ending in kinds if path.endswith(ending) or _holds(root, ending)]
     if form == "auto" and len({kinds[ending] for ending in there}) > 1:
         what = f"{shown(path)} has {' and '.join(there)} files, of which {there[0]} are read"
         warnings.warn(f"{what}: choose others with data.images.format={kinds[there[1]]}", stacklevel=2)
     for ending, kind in kinds.items():
         if form == kind or (form == "auto" and ending in there):
+            if packed and kind == "tar":
+                warnings.warn(f"{packed} is compressed, so it is not read: unpack it (gunzip)", stacklevel=2)
             names = shard_files(path, part, ending)
             if not names and part != "validation":
                 where = f" for {part}" if part else ""
@@ -117,6 +120,9 @@ def find_shards(path: str, part: Part | None, form: str, kinds: dict[str, str]) 
                     where += next((f" ({name} is for {own})" for name, own in parts if own), "")
                 raise UserError(f"{shown(path)} has no {ending} files{where}: check the path")
             return kind, names
+    if packed and not (is_folder(root) and has_folders(root)):
+        expand(path)  # an address is refused as one
+        raise UserError(f"{packed} is compressed, and shards are read at random: unpack it (gunzip)")
     return None
 
 
@@ -182,6 +188,13 @@ def refuse_parts(images: Files) -> None:
                     f"{images.root}: put them into {images.root}/{word}/CLASS and the others into train/CLASS, or "
                     "rename it"
                 )
+
+
+def _compressed(path: str) -> str | None:
+    """Return a compressed tar that a path is, or has."""
+    if path.endswith((".tar.gz", ".tgz")):
+        return path
+    return next((str(p) for ending in ("*.tar.gz", "*.tgz") for p in sorted(Path(path).glob(ending))), None)
 
 
 def _holds(root: Path, ending: str) -> bool:
