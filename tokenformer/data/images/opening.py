@@ -103,14 +103,13 @@ def find_shards(path: str, part: Part | None, form: str, kinds: dict[str, str]) 
     There are none of the part validation where the path has no such part.
     """
     root = Path(path)
-    packed = _compressed(path) if ".tar" in kinds and form in ("auto", "tar") else None
     there = [ending for ending in kinds if path.endswith(ending) or _holds(root, ending)]
     if form == "auto" and len({kinds[ending] for ending in there}) > 1:
         what = f"{shown(path)} has {' and '.join(there)} files, of which {there[0]} are read"
         warnings.warn(f"{what}: choose others with data.images.format={kinds[there[1]]}", stacklevel=2)
     for ending, kind in kinds.items():
         if form == kind or (form == "auto" and ending in there):
-            if packed and kind == "tar":
+            if kind == "tar" and (packed := _compressed(path)):
                 warnings.warn(f"{packed} is compressed, so it is not read: unpack it (gunzip)", stacklevel=2)
             names = shard_files(path, part, ending)
             if not names and part != "validation":
@@ -120,10 +119,13 @@ def find_shards(path: str, part: Part | None, form: str, kinds: dict[str, str]) 
                     where += next((f" ({name} is for {own})" for name, own in parts if own), "")
                 raise UserError(f"{shown(path)} has no {ending} files{where}: check the path")
             return kind, names
-    if packed and not (is_folder(root) and has_folders(root)):
-        expand(path)  # an address is refused as one
-        raise UserError(f"{packed} is compressed, and shards are read at random: unpack it (gunzip)")
     return None
+
+
+def refuse_compressed(path: str) -> None:
+    """Refuse a path, of which nothing can be read, with a sentence that fits a compressed tar."""
+    if packed := _compressed(path):
+        raise UserError(f"{packed} is compressed, and shards are read at random: unpack it (gunzip)")
 
 
 def _held_back(images: Images, count: int, part: Part) -> Images:
@@ -147,6 +149,7 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
         return open_tables(names, data.cache, classes, settings.image_column, settings.label_column)
     if not is_folder(root):
         expand(path)  # an address is refused as one
+        refuse_compressed(path)
         raise UserError(f"there is no folder {shown(path)}: check data.path")
     if cifar or mnist:
         found = (
@@ -168,6 +171,8 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
         raise UserError(f"{root} has no folder test: give another part, or check the path")
     if settings.labels and not has_folders(own or root):
         return open_flat(own or root, Path(settings.labels), classes)
+    if not has_folders(root):
+        refuse_compressed(path)
     images = open_folder(own or root, classes)
     if own is None:
         refuse_parts(images)
@@ -182,12 +187,13 @@ def refuse_parts(images: Files) -> None:
         for place in itertools.accumulate(Path(folder).relative_to(images.root).parts[:2], os.path.join):
             part = part_of_word(os.path.basename(place))
             if part in ("validation", "test"):
-                word = {"validation": "val", "test": "test"}[part]
-                raise UserError(
-                    f"{os.path.join(images.root, place)} is called like images for {part}, but there is no {word}/ in "
-                    f"{images.root}: put them into {images.root}/{word}/CLASS and the others into train/CLASS, or "
-                    "rename it"
-                )
+                train, word = f"{images.root}/train", {"validation": "val", "test": "test"}[part]
+                if os.sep in place:
+                    do = f"lies in a class: put them into {images.root}/{word}/CLASS, the others into {train}/CLASS"
+                else:
+                    do = f"there is no {train}: put what is trained on into {train}/CLASS"
+                where = os.path.join(images.root, place)
+                raise UserError(f"{where} is called like images for {part}, but {do}, or rename it")
 
 
 def _compressed(path: str) -> str | None:
