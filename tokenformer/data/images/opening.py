@@ -24,6 +24,10 @@ from tokenformer.parsing import is_folder, read_text, shown
 Part = Literal["train", "validation", "test"]
 
 
+class NoTraining(UserError):
+    """A set whose images are all for validation or test."""
+
+
 def open_images(data: DataConfig, part: Part, classes: Sequence[str] | None = None) -> Images:
     """Open a part of an image set; `classes` (those of the training part) decide which label is which class.
 
@@ -114,10 +118,10 @@ def find_shards(path: str, part: Part | None, form: str, kinds: dict[str, str]) 
             names = shard_files(path, part, ending)
             if not names and part != "validation":
                 where = f" for {part}" if part else ""
-                if part == "train":
-                    parts = [(name, part_of(name, path)) for name in shard_files(path, None, ending)]
-                    where += next((f" ({name} is for {own})" for name, own in parts if own), "")
-                raise UserError(f"{shown(path)} has no {ending} files{where}: check the path")
+                parts = [(name, part_of(name, path)) for name in shard_files(path, None, ending)]
+                other = next((f" ({name} is for {own})" for name, own in parts if own), "") if part == "train" else ""
+                error = NoTraining if other else UserError
+                raise error(f"{shown(path)} has no {ending} files{where}{other}: check the path")
             return kind, names
     return None
 
