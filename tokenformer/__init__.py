@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from tokenformer.hub import save as save
     from tokenformer.inside import ablate as ablate
     from tokenformer.inside import explore as explore
+    from tokenformer.models import ImageModel as ImageModel
     from tokenformer.models import LanguageModel as LanguageModel
     from tokenformer.models import Pattention as Pattention
 
 _MODULES = {"UserError": "errors", "grow": "growth.model", "slice": "growth.model", "shrink": "growth.shrink"}
 _MODULES |= {"Config": "config", "ModelConfig": "config", "LanguageModel": "models", "Pattention": "models"}
+_MODULES["ImageModel"] = "models"
 _MODULES |= {
     "explore": "inside",
     "ablate": "inside",

@@ -184,7 +184,7 @@ class ModelConfig(Section, section="model"):
             f"model.heads is {self.heads}, which does not divide dim {self.dim}: give one of {', '.join(divisors)}",
         )
         need(
-            self.rotary_dims % 2 == 0,
+            self.rotary_dims % 2 == 0 or (self.of in ("image", "text") and self.positions == "learned"),
             f"model.rotary_fraction {self.rotary_fraction} of {self.head_dim} channels per head rotates "
             f"{self.rotary_dims} of them: choose a fraction that gives an even number",
         )

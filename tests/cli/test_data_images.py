@@ -54,6 +54,16 @@ def test_every_damaged_image_is_named_with_its_reason(capsys, tmp_path):
     assert f"{root}/train/ant/066.jpg: it is no JPEG, PNG" in said and f"{root}/val/bee/085.jpg: it cannot be" in said
 
 
+def test_shards_for_validation_alone_may_be_looked_at(capsys, tmp_path):
+    p.make_tars(tmp_path)
+    for number in range(3):
+        (tmp_path / f"train-{number:03}.tar").rename(tmp_path / f"val-{number:03}.tar")
+    pattern, counts = f"{tmp_path}/val-*.tar", "validation: 12 images of 3 classes\n"
+    assert run(capsys, pattern, "--check", "data.workers=0")[:2] == (0, f"{counts}damaged images: 0\n")
+    code, said, _ = run(capsys, pattern, "--out", tmp_path / "sheet.png", "data.images.size=32")
+    assert code == 0 and said.startswith(counts) and (tmp_path / "sheet.png").is_file()
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

@@ -104,7 +104,7 @@ def test_every_format_gives_the_figures_of_a_plain_loop(form, model, capsys, tmp
     found = json.loads((tmp_path / "r.json").read_text())
     assert {key: found[key] for key in expected} == expected and 0 < sum(np.diag(found["confusion"])) < COUNT
     assert [c["class"] for c in found["classes"].values()] == p.CLASSES and Image.open(tmp_path / "c.png").width > 300
-    assert f"({'all' if form in ('tar pattern', 'parquet in another order') else 'validation'}): top-1" in out
+    assert "(validation): top-1" in out
 
 
 LISTS = {

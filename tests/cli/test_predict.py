@@ -186,6 +186,7 @@ def test_two_processes_share_the_images(place, tmp_path):
         (["predict", "model", "model"], "model has no images (jpg, jpeg"),
         (["predict", "model", "set", "--top", "0"], "--top is 0: give 1 or more"),
         (["predict", "model", "set", "--size", "30"], "--size is 30: give a multiple of the model's patch 8"),
+        (["predict", "model", "set", "--size", "100000"], "multiple of the model's patch 8, 4,096 at most"),
         (["eval", "model", "--images", "set", "--text", "text"], "give one of them"),
         (["eval", "model", "--text", "text", "--confusion", "c.png"], "--confusion goes with --images"),
         (["eval", "model", "--images", "set", "--part", "train"], "set/val is none of the 3 classes"),

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.hub.test_images import VIT, X, trained
 from tests.hub.test_remote import run_without_us
@@ -181,3 +182,19 @@ def test_other_classes_make_a_new_head_and_other_problems_are_refused(tmp_path):
     with pytest.raises(UserError, match="do not add up to 1: give numbers of classes"):
         theirs(X, labels=several)
     assert theirs(X, labels=several / 2).loss.isfinite()
+
+
+@pytest.mark.parametrize("size, crop_pct", [(48, 1.0), (224, 0.875), (224, 0.9), (224, 0.95), (64, 0.9)])
+def test_an_export_cuts_out_the_same_pixels(tmp_path, size, crop_pct):
+    """Of forty pictures of any size: to the last bit of every pixel."""
+    from transformers import AutoImageProcessor
+
+    model, random = trained(), np.random.default_rng(size)
+    model.images = IMAGES | {"size": size, "crop_pct": crop_pct}
+    save(model, tmp_path / "model", format="hf")
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "model")
+    for width, height in random.integers(20, 400, (40, 2)).tolist():
+        picture = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        theirs = processor(Image.fromarray(picture), do_rescale=False, do_normalize=False, return_tensors="np")
+        ours = Cropping(size, reading(model)[0]).evaluation(picture)
+        assert np.array_equal(theirs["pixel_values"][0].transpose(1, 2, 0), ours), (width, height)

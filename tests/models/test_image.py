@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import tokenformer
 from tests.models.stand_ins import imported
 from tokenformer.config import ModelConfig, load, presets, to_dict
 from tokenformer.errors import UserError
+from tokenformer.hub import load as load_model
+from tokenformer.hub import save
+from tokenformer.infer.images import class_names
 from tokenformer.models import ImageModel, build, cost
 from tokenformer.models.cost import equal_transformer
 from tokenformer.models.image import resized
@@ -173,14 +177,63 @@ def test_intermediates_are_the_states_behind_the_blocks():
             model.forward_intermediates(x, indices=strange)
 
 
+@torch.no_grad()
+def test_features_behind_blocks_come_in_the_forms_that_timm_has():
+    model, x = build(variant(layers=3)), pixels(TINY)
+    features, maps = model.forward_intermediates(x)
+    rows = model.forward_intermediates(x, output_fmt="NLC", intermediates_only=True)
+    assert all(torch.equal(row, found.flatten(2).mT) for row, found in zip(rows, maps, strict=True))
+    _, pairs = model.forward_intermediates(x, norm=True, return_prefix_tokens=True)
+    assert torch.equal(pairs[-1][1], features[:, :1]) and pairs[0][0].shape == maps[0].shape
+    calls: list[int] = []
+    model.blocks[2].register_forward_hook(lambda *_: calls.append(2))
+    stopped, [second] = model.forward_intermediates(x, indices=[1], stop_early=True)
+    assert not calls and torch.equal(second, maps[1]) and torch.equal(stopped[:, 1:], model.norm(rows[1]))
+    with pytest.raises(UserError, match=r"output_fmt is NHWC: give NCHW .* or NLC"):
+        model.forward_intermediates(x, output_fmt="NHWC")
+
+
 def test_another_head():
     model, x = build(TINY), pixels(TINY)
     before = model.forward_features(x)
     model.reset_classifier(3)
     assert model(x).shape == (3, 3) and model.config.classes == 3 and torch.equal(model.forward_features(x), before)
     assert sum(p.numel() for p in model.parameters()) == model.cost().parameters
+    assert model.get_classifier() is model.head and model.num_classes == 3
+    assert model.num_features == model.embed_dim == model.head_hidden_size == 32
     model.reset_classifier(0)
     assert torch.equal(model(x), model.forward_head(before, pre_logits=True))
+    assert model.get_classifier() is None and model.num_classes == 0
+    assert tokenformer.ImageModel is ImageModel and "ImageModel" in dir(tokenformer)
+
+
+def test_another_head_forgets_the_names_of_the_old_ones_classes(tmp_path):
+    model = build(TINY)
+    model.images = images = {"classes": [f"old {n}" for n in range(10)], "size": 32}
+    model.reset_classifier(3)
+    assert class_names(model) == ["class 0", "class 1", "class 2"] and len(images["classes"]) == 10
+    save(model, tmp_path / "model")
+    assert load_model(tmp_path / "model").images == {"size": 32}
+
+
+def test_the_pooling_of_another_head_is_the_models_own():
+    model, mean = build(TINY), build(variant(pool="mean"))
+    model.reset_classifier(5, "token")
+    model.reset_classifier(num_classes=5, global_pool="class", seed=3)
+    mean.reset_classifier(5, "avg")
+    for wrong in ("avg", "map", 7):
+        with pytest.raises(UserError, match=rf"global_pool is {wrong}, but the model pools by its class token"):
+            model.reset_classifier(4, wrong)
+    assert model.num_classes == 5
+
+
+@pytest.mark.parametrize("keys", [{"of": "image", "classes": 3}, {"of": "text", "pool": "mean", "vocab": 128}])
+def test_learned_positions_rotate_nothing(keys):
+    """12 channels of a head have no even quarter, which rotary positions alone need."""
+    shape = {"layers": 1, "dim": 48, "heads": 4, **TOKENS, **keys}
+    assert ModelConfig(**shape).positions == "learned"
+    with pytest.raises(UserError, match=r"rotary_fraction 0.25 of 12 channels"):
+        ModelConfig(**shape, positions="rotary")
 
 
 def drop_for(model: ImageModel, batch: int) -> torch.Tensor:

@@ -264,6 +264,28 @@ def test_other_pixels_than_those_of_the_first_weights_are_said(file, tmp_path, c
     assert said == [f"data.images.std is [0.5, 0.5, 0.5], but [0.229, 0.224, 0.225] in {tmp_path / 'run'}"]
 
 
+def test_what_is_unusual_about_classes_and_validation_is_said(file, tmp_path, capsys):
+    """No images to validate on; rows of the head without a class; a head whose classes had other names."""
+    shutil.copytree(ICONS / "train", tmp_path / "icons")
+    data, unseen = f"data.path={tmp_path / 'icons'}", "there are no images to validate on"
+
+    def said(name: str, *settings: str) -> list[str]:
+        capsys.readouterr()
+        train(file, tmp_path / name, "steps=0", *settings)
+        return [line for line in capsys.readouterr().out.splitlines() if "class" in line or unseen in line]
+
+    assert said("run", "model.classes=5") == [
+        "model.classes is 5, but the data have 4 classes: 1 row of the head is never right"
+    ]
+    assert said("plain", data) == [f"{unseen}: set data.images.hold_back, or name some with data.images.validation"]
+    assert said("held", data, "data.images.hold_back=9") == said("again", f"start={tmp_path / 'plain'}") == []
+    (tmp_path / "icons" / "food").rename(tmp_path / "icons" / "drink")
+    names = "['animals', 'faces', 'food', 'vehicles'], not ['animals', 'drink', 'faces', 'vehicles']"
+    assert said("other", data, "data.images.hold_back=9", f"start={tmp_path / 'plain'}") == [
+        f"the head is that of {tmp_path / 'plain'}, whose classes were called {names}"
+    ]
+
+
 def test_activations_may_be_recomputed(file, tmp_path):
     plain = train(file, tmp_path / "plain", "steps=3")
     again = train(file, tmp_path / "again", "steps=3", "train.activation_checkpointing=full")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tokenformer.config_data import ImagesConfig
+    from tokenformer.data.images.stored import Images
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +138,7 @@ def _images(args: argparse.Namespace) -> int:
     from tokenformer import files
     from tokenformer.config import read
     from tokenformer.config_data import DataConfig, ImagesConfig
-    from tokenformer.data.images.opening import open_parts
+    from tokenformer.data.images.opening import NoTraining, open_images, open_parts
     from tokenformer.data.images.sheet import contact_sheet, damaged_images
     from tokenformer.strict import build, merge, override
 
@@ -148,8 +149,10 @@ def _images(args: argparse.Namespace) -> int:
         raise UserError(f"--count {args.count} is no number of images for a sheet: give 1 to 100")
     if not args.check:
         files.check_writable(args.out, args.force, ".png")
-    train, held = open_parts(data)
-    parts = {"train": train, "validation": held}
+    try:
+        parts: dict[str, Images] = dict(zip(("train", "validation"), open_parts(data), strict=True))
+    except NoTraining:  # it may be looked at all the same
+        parts = {"validation": open_images(data, "validation")}
     for part, images in parts.items():
         print(f"{part}: {len(images):,} images of {len(images.classes):,} classes")
     if args.check:
@@ -161,7 +164,11 @@ def _images(args: argparse.Namespace) -> int:
     model = raw.get("model", {}).get("image_size")
     size = settings.size or (model if isinstance(model, int) else 224)
     with files.atomic_file(args.out) as beside:
-        beside.write_bytes(contact_sheet(train, settings, size, args.count, int(raw.get("seed", 1234)), _augmented))
+        beside.write_bytes(
+            contact_sheet(
+                next(iter(parts.values())), settings, size, args.count, int(raw.get("seed", 1234)), _augmented
+            )
+        )
     print(f"{args.out}: the first row as in evaluation, the others as in three epochs of training")
     return 0
 

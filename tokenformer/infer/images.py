@@ -11,6 +11,7 @@ from tokenformer.errors import UserError
 from tokenformer.ops.augment import normalise
 from tokenformer.strict import build
 
+LARGEST = 4096  # as data.images.size
 HOW = ("size", "mean", "std", "crop_pct", "interpolation")  # what images.json says of pixels
 
 
@@ -25,8 +26,9 @@ def reading(model: Any, size: int | None = None) -> tuple[ImagesConfig, int]:
     if size is None and rows != columns:
         raise UserError(f"the model's images are {c.image_size}, but squares are read here: give --size")
     size = rows * c.patch if size is None else size
-    if size % c.patch or size < 1:
-        raise UserError(f"--size is {size}: give a multiple of the model's patch {c.patch}")
+    most = max(LARGEST, rows * c.patch)
+    if size % c.patch or not 1 <= size <= most:
+        raise UserError(f"--size is {size:,}: give a multiple of the model's patch {c.patch}, {most:,} at most")
     return settings, size
 
 

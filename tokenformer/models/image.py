@@ -20,6 +20,8 @@ from tokenformer.models.names import ONE, POSITION, TABLE, ZERO, Role
 from tokenformer.models.trunk import Trunk, View
 from tokenformer.ops.rotary import angles
 
+POOLS = {"class": "class", "token": "class", "mean": "mean", "avg": "mean"}  # timm's names of `pool`, and ours
+
 
 class ImageModel(Trunk):
     """A Vision TokenFormer, or a ViT to compare with, as its config says.
@@ -73,28 +75,47 @@ class ImageModel(Trunk):
         return pooled_BD if pre_logits or self.head is None else self.head(pooled_BD)
 
     def forward_intermediates(
-        self, pixels: Tensor, indices: int | Sequence[int] | None = None, norm: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
-        """`forward_features`, and maps (B, D, R, S) of the patches behind some blocks.
+        self,
+        pixels: Tensor,
+        indices: int | Sequence[int] | None = None,
+        *,
+        norm: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        return_prefix_tokens: bool = False,
+        stop_early: bool = False,
+    ) -> Any:
+        """`forward_features`, and maps (B, D, R, S) of the patches behind some blocks; names and forms are timm's.
 
         `indices`: layer numbers (negative ones from the end), or how many of the last blocks; absent = all. `norm`
-        applies the final norm to the maps.
+        applies the final norm to the maps. With `output_fmt` NLC these are (B, R·S, D); with `return_prefix_tokens`
+        each comes with what stands before the patches (B, 1 or 0, D). `intermediates_only` returns the maps alone.
+        `stop_early` computes no block behind the last one that was asked for, and the features are those behind it.
         """
         count = len(self.blocks)
         last = count if indices is None else indices
         wanted = list(range(count - last, count) if isinstance(last, int) else last)
         if not all((0 if isinstance(last, int) else -count) <= i < count for i in wanted):
             raise UserError(f"indices is {indices}, but the model has {count} blocks: give numbers of them, from 0")
+        if output_fmt not in ("NCHW", "NLC"):
+            raise UserError(f"output_fmt is {output_fmt}: give NCHW (maps) or NLC (a row for each patch)")
         wanted = [i % count for i in wanted]
         seen: dict[int, Tensor] = {}
         x_BTD, view = self.embed(pixels, None)
         view = self.with_active(view, x_BTD)
         for layer, block in enumerate(self.blocks):
+            if stop_early and layer > max(wanted, default=-1):
+                break
             x_BTD = block(x_BTD, view)
-            seen[layer] = self.norm(x_BTD) if norm else x_BTD
-        rows, columns = self.grid_of(pixels)
-        maps = [seen[layer][:, -rows * columns :].mT.unflatten(2, (rows, columns)) for layer in wanted]
-        return self.norm(x_BTD), maps
+            if layer in wanted:
+                seen[layer] = self.norm(x_BTD) if norm else x_BTD
+        grid = self.grid_of(pixels)
+        before = x_BTD.shape[1] - grid[0] * grid[1]
+        maps: list[Any] = [seen[layer][:, before:] for layer in wanted]
+        maps = maps if output_fmt == "NLC" else [found.mT.unflatten(2, grid) for found in maps]
+        if return_prefix_tokens:
+            maps = [(found, seen[layer][:, :before]) for found, layer in zip(maps, wanted, strict=True)]
+        return maps if intermediates_only else (self.norm(x_BTD), maps)
 
     def embed(self, pixels: Tensor, drop: Tensor | None) -> tuple[Tensor, View]:
         """Patches with their positions (B, T, D), and what the blocks may know."""
@@ -134,10 +155,31 @@ class ImageModel(Trunk):
             cos, sin = F.pad(cos, (0, 0, 1, 0), value=1.0), F.pad(sin, (0, 0, 1, 0))
         return cos, sin
 
-    def reset_classifier(self, classes: int, seed: int = 0) -> None:
-        """Replace the head by a new one for so many classes; 0: none."""
-        self.config, old = dataclasses.replace(self.config, classes=classes), self.patches.weight
-        self.head = Linear(self.config.dim, classes, bias=True).to(old) if classes else None
+    @property
+    def num_classes(self) -> int:
+        return self.config.classes
+
+    @property
+    def num_features(self) -> int:
+        """Width of what the head reads; `embed_dim` and `head_hidden_size` are timm's other names of it."""
+        return self.config.dim
+
+    embed_dim = head_hidden_size = num_features
+
+    def get_classifier(self) -> nn.Module | None:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None, *, seed: int = 0) -> None:
+        """Replace the head by a new one for so many classes, which have no names yet; 0: none.
+
+        `global_pool` is there for callers of timm's models, and may name the model's own pooling alone.
+        """
+        own = {"class": "its class token", "mean": "the mean of its patches"}[self.config.pool]
+        if global_pool is not None and POOLS.get(str(global_pool)) != self.config.pool:
+            raise UserError(f"global_pool is {global_pool}, but the model pools by {own}: leave it out")
+        self.config, old = dataclasses.replace(self.config, classes=num_classes), self.patches.weight
+        self.images = {name: about for name, about in self.images.items() if name != "classes"}
+        self.head = Linear(self.config.dim, num_classes, bias=True).to(old) if num_classes else None
         for name, parameter in self.head.named_parameters() if self.head is not None else ():
             first = initial(f"head.{name}", tuple(parameter.shape), self.config, seed, self.ends)
             parameter.data.copy_(first)

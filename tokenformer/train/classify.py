@@ -7,6 +7,7 @@ layer, position in the step), so that ranks, micro-batches and a resume change n
 import functools
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,8 +41,16 @@ class ClassifyTask(ImageTask):
                 f"the data have {len(self.classes):,} classes but model.classes is {c.model.classes}: "
                 f"set model.classes={len(self.classes)}"
             )
+        if spare := c.model.classes - len(self.classes):
+            rows = f"{spare:,} rows of the head are" if spare > 1 else "1 row of the head is"
+            warnings.warn(
+                f"model.classes is {c.model.classes:,}, but the data have {len(self.classes):,} classes: {rows} never "
+                "right",
+                stacklevel=2,
+            )
         load = functools.partial(image_loader, c.data, size=self.size, seed=c.seed, **self.cut)
         self.loader = load(images, training=True, batch=self.batch)
+        self.say_unseen(held)
         held = some_of(held, self.held_out_samples)
         if len(held):
             self.held_out = load(held, training=False, batch=len(held))

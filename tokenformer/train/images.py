@@ -15,6 +15,7 @@ from tokenformer.data.images.captions import PairSource
 from tokenformer.data.images.opening import some_of
 from tokenformer.data.images.pairs import open_pair_parts, pairs_of
 from tokenformer.data.images.samples import source_loader
+from tokenformer.data.images.stored import Images
 from tokenformer.data.loader import Batch
 from tokenformer.data.text.tokenizer import load_tokenizer, padded_vocab, with_end
 from tokenformer.errors import UserError
@@ -45,6 +46,12 @@ class ImageTask(Task):
             )
         self.length = (size // model.patch) ** 2 + model.length - rows * columns  # positions of an image
         return size
+
+    def say_unseen(self, held: Images) -> None:
+        """Say if nothing is there to validate on."""
+        if not len(held):
+            do = "set data.images.hold_back, or name some with data.images.validation"
+            warnings.warn(f"there are no images to validate on: {do}", stacklevel=2)
 
     def on_device(self, batch: Batch) -> dict[str, Any]:
         """Return the fields of a micro-batch; `draws` stays on the host, where augmentation decides by it.
@@ -100,6 +107,7 @@ class TextsTask(ImageTask):
         self.pairs, held = open_pair_parts(c.data)
         self.loader = source_loader(c.data, source(self.pairs, training=True), self.batch, **self.cut)
         self.check_lengths()
+        self.say_unseen(held)
         held = some_of(held, self.held_out_samples)
         if len(held):
             self.held_out = source_loader(c.data, source(held, training=False), len(held), **self.cut)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenformer.config import OF_TOKENS, Config, ModelConfig
 from tokenformer.config_model import unlike
+from tokenformer.data.images.stored import alike
 from tokenformer.errors import UserError
 from tokenformer.growth.shape import table, with_table
 from tokenformer.models import build as build_model
@@ -18,6 +19,7 @@ from tokenformer.models.image import fit_tensors
 from tokenformer.models.init import initial
 from tokenformer.models.names import parse
 from tokenformer.parallel.parallelize import Build, Values
+from tokenformer.parsing import shown
 from tokenformer.strict import need
 
 
@@ -120,6 +122,11 @@ def _differences(config: Config, opened: Any, files: dict[str, str]) -> list[str
         for name in ("mean", "std"):
             if (before := opened.images.get(name, now[name])) != now[name]:
                 said.append(f"data.images.{name} is {now[name]}, but {before} in {start}")
+        names = [[alike(str(name)) for name in about.get("classes") or []] for about in (opened.images, now)]
+        numbers = any(all(name.isdecimal() for name in of) for of in names)  # of tars, which have no names
+        if mine.classes == theirs.classes and names[0] != names[1] and not numbers:
+            called = f"whose classes were called {shown(names[0])}, not {shown(names[1])}"
+            said.append(f"the head is that of {start}, {called}")
     return said
 
 

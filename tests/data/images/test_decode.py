@@ -160,7 +160,7 @@ def test_evaluation_resizes_the_shorter_side_and_takes_the_centre(width, height)
     picture = p.picture(5, width, height)
     scaled = int(224 / 0.875)
     size = (scaled, int(scaled * height / width)) if width <= height else (int(scaled * width / height), scaled)
-    left, top = round((size[0] - 224) / 2), round((size[1] - 224) / 2)
+    left, top = (size[0] - 224) // 2, (size[1] - 224) // 2
     want = picture.resize(size, Image.Resampling.BICUBIC).crop((left, top, left + 224, top + 224))
     assert np.array_equal(Cropping(224, ImagesConfig()).evaluation(p.encoded(picture, "PNG")), np.asarray(want))
 
@@ -198,3 +198,60 @@ def test_a_padded_crop_moves_the_image_and_leaves_black():
         y, x = int(top * 9), int(left * 9)
         want = np.pad(p.small(3), ((4, 4), (4, 4), (0, 0)))[y : y + 32, x : x + 32]
         assert np.array_equal(crop.training(p.small(3), draws), want)
+
+
+def kinds_of_files() -> dict[str, bytes]:
+    """A file of each kind that decoders treat by themselves."""
+    square = p.picture(4, 60, 44)
+    grey = square.convert("L")
+    alpha = square.copy()
+    alpha.putalpha(grey)
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) << 8)
+    palette = square.quantize(16)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    images = {"RGB": square, "grey": grey, "16 bit": deep, "RGBA": alpha, "palette": palette}
+    found = {f"PNG {name}": p.encoded(image, "PNG") for name, image in images.items()}
+    found["PNG transparent palette"] = p.encoded(palette, "PNG", transparency=3)
+    found["PNG with EXIF"] = p.encoded(square, "PNG", exif=exif)
+    found |= {"JPEG": p.encoded(square), "JPEG progressive": p.encoded(square, "JPEG", progressive=True)}
+    found |= {"JPEG CMYK": p.encoded(square.convert("CMYK")), "JPEG with EXIF": p.encoded(square, exif=exif)}
+    found |= {"WEBP": p.encoded(square, "WEBP"), "WEBP lossless": p.encoded(alpha, "WEBP", lossless=True)}
+    found |= {
+        "GIF": p.encoded(palette, "GIF"),
+        "BMP": p.encoded(square, "BMP"),
+        "BMP palette": p.encoded(palette, "BMP"),
+    }
+    ways = (None, "tiff_deflate", "tiff_lzw", "packbits", "jpeg")
+    found |= {f"TIFF {way}": p.encoded(square, "TIFF", compression=way) for way in ways}
+    return found | {"TIFF 16 bit": p.encoded(deep, "TIFF"), "TIFF with EXIF": p.encoded(square, "TIFF", exif=exif)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", kinds_of_files())
+def test_what_pillow_refuses_to_load_is_damaged(kind):
+    """Four bytes are overwritten, at 150 places of each file."""
+    whole, random, refusals = kinds_of_files()[kind], np.random.default_rng(7), 0
+    both(whole)
+    for place in random.integers(8, len(whole) - 4, 150).tolist():
+        item = whole[:place] + random.bytes(4) + whole[place + 4 :]
+        try:
+            with Image.open(io.BytesIO(item), formats=FORMS) as image:
+                image.load()
+        except Exception:
+            refusals += 1
+            refused(item)
+    assert refusals or not kind.startswith("PNG")
+
+
+def test_orientation_is_applied_once():
+    """Pillow turns a TIFF by itself while it loads it."""
+    square, exif = p.picture(4, SIZE, SIZE), Image.Exif()
+    whole = Cropping(SIZE, ImagesConfig(crop_scale=[1.0, 1.0], crop_ratio=[1.0, 1.0]))
+    for turn in range(1, 9):
+        exif[0x0112] = turn
+        want = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(p.encoded(square, "PNG", exif=exif)))))
+        for form in ("PNG", "TIFF"):
+            item = p.encoded(square, form, exif=exif)
+            assert np.array_equal(CROP.evaluation(item), want), (form, turn)
+            assert np.array_equal(whole.training(item, np.full(CROP_DRAWS, 0.5)), want), (form, turn)

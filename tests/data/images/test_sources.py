@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -16,8 +17,9 @@ from PIL import Image
 
 from tests.data.images import pictures as p
 from tokenformer.config_data import DataConfig, ImagesConfig
-from tokenformer.data.images.folders import _labels
+from tokenformer.data.images.folders import _labels, find_images
 from tokenformer.data.images.opening import open_images, open_parts
+from tokenformer.data.images.stored import renumbered
 from tokenformer.errors import UserError
 
 
@@ -290,3 +292,132 @@ def test_a_list_with_a_file_and_no_label_behind_it_is_refused(tmp_path):
     (tmp_path / "labels.txt").write_text("a.png cat\nb.png,\n")
     with pytest.raises(UserError, match=r"labels.txt has no label of b.png: add its line"):
         _labels(tmp_path / "labels.txt", ["a.png", "b.png"])
+
+
+SHARDS = {"train-000": [0, 1], "train-001": [2], "val-000": [3, 4], "Test-000": [5]}
+
+
+def make_shards(root, names=SHARDS) -> None:
+    for name, pictures in names.items():
+        (root / f"{name}.tar").parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(root / f"{name}.tar", "w") as tar:
+            for n in pictures:
+                p.add(tar, f"{n}.jpg", p.encoded(p.picture(n)))
+                p.add(tar, f"{n}.cls", b"0")
+
+
+@pytest.mark.parametrize("pattern", ["", "*.tar", "{train,val,Test}-*.tar", "[tvT]*-00[01].tar"])
+def test_shards_belong_to_the_part_in_their_name_however_they_are_named(tmp_path, pattern):
+    make_shards(tmp_path)
+    found = {part: numbers(opened(f"{tmp_path}/{pattern}", part)) for part in ("train", "validation", "test")}
+    assert found == {"train": [0, 1, 2], "validation": [3, 4], "test": [5]}
+
+
+def test_shards_belong_to_the_part_in_the_name_of_a_folder(tmp_path):
+    make_shards(tmp_path / "a", {"TRAIN/0": [0], "Val/0": [1], "Val/train-1": [2]})
+    for path in (tmp_path / "a", f"{tmp_path}/a/*/*.tar", f"{tmp_path}/a/{{TRAIN,Val}}/*.tar"):
+        assert numbers(opened(path)) == [0]
+        assert numbers(opened(path, "validation")) == [1, 2]
+    make_shards(tmp_path / "b", {"0": [0], "1": [1], "validation-2": [2]})
+    assert numbers(opened(f"{tmp_path}/b/*.tar")) == [0, 1]  # they were named: what is of no part is trained on
+    assert numbers(opened(f"{tmp_path}/b/{{0,1}}.tar", "validation")) == []
+    assert numbers(opened(f"{tmp_path}/b/validation-2.tar", "validation")) == [2]
+    for path in (f"{tmp_path}/b/validation-*.tar", f"{tmp_path}/b/validation-2.tar"):
+        with pytest.raises(UserError, match=r"has no .tar files for train \(.*validation-2.tar is for validation\)"):
+            opened(path)
+
+
+def test_folders_of_parts_are_known_in_capitals(tmp_path):
+    root = p.make_folder(tmp_path / "set")
+    (root / "train").rename(root / "Train")
+    (root / "val").rename(root / "VAL")
+    assert len(opened(root)) == 12 and sorted(numbers(opened(root, "validation"))) == [12, 13, 14, 15, 16, 17]
+
+
+@pytest.mark.parametrize("place", ["ant/val", "bee/Test", "dev"])
+def test_images_for_validation_inside_of_what_is_trained_on_are_refused(tmp_path, place):
+    """Classes above parts: the parts come first."""
+    root = p.make_folder(tmp_path / "set", 12, 0) / "train"
+    (root / place).mkdir()
+    (root / "ant" / "000.jpg").rename(root / place / "000.jpg")
+    where = f"set/train/{place} is called like images for (validation|test), but"
+    do = "there is no .*/train: put" if place == "dev" else "lies in a class: put them into .*/(val|test)/CLASS"
+    with pytest.raises(UserError, match=f"{where} {do}"):
+        opened(root)
+    assert len(opened(root.parent)) == 12  # a folder train/ says so itself
+
+
+def said(warned) -> list[str]:
+    """Sentences that were said, without the folders that they name."""
+    return sorted({re.sub(r"/\S*/(?=\w)", "", str(one.message)) for one in warned if one.category is UserWarning})
+
+
+def test_images_of_other_formats_and_empty_folders_are_said(tmp_path):
+    root = p.make_folder(tmp_path / "set") / "train"
+    for name in ("a.AVIF", "b.heic", "c.heic", "notes.txt", ".d.heic"):
+        (root / "bee" / name).write_bytes(b"")
+    (root / "dog").mkdir()
+    read = "passed over: .avif, .heic (jpg, jpeg, png, webp, gif, bmp, tif, tiff, ppm, pgm are read)"
+    with pytest.warns(UserWarning) as warned:
+        assert len(opened(root)) == 12
+    assert said(warned) == [f"3 files in train are {read}", "dog has no images: nothing is there of its class"]
+    with pytest.warns(UserWarning) as warned:
+        assert len(find_images([str(root / "bee")])) == 4
+    assert said(warned) == [f"3 files in bee are {read}"]
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for name, data in {"a.png": p.encoded(p.picture(1), "PNG"), "a.cls": b"1", "b.tga": b"", "b.cls": b"0"}.items():
+            p.add(tar, name, data)
+    for _ in range(2):  # the second time its index is there
+        with pytest.warns(UserWarning, match=r"1 file in .*x.tar is passed over: .tga \(jpg, "):
+            assert len(opened(tmp_path / "x.tar")) == 1
+
+
+def test_class_names_that_look_the_same_are_the_same(tmp_path):
+    """An é of one character, or an e and an accent, as macOS writes it."""
+    one, two = "caf\u00e9", "cafe\u0301"
+    for part, name in (("train", one), ("val", two)):
+        for folder in (name, "zoo"):
+            (tmp_path / part / folder).mkdir(parents=True)
+            (tmp_path / part / folder / "0.png").write_bytes(p.encoded(p.picture(1), "PNG"))
+    train, held = opened(tmp_path), opened(tmp_path, "validation", [one, "zoo"])
+    assert train.classes == held.classes == [one, "zoo"] and held.labels.tolist() == [0, 1]
+    assert renumbered(np.array([0, 1]), ["zoo", two], [one, "zoo"], "set").tolist() == [1, 0]
+    (tmp_path / "train" / two).mkdir()
+    with pytest.raises(UserError, match=r"train has two folders that are both called 'café': put their images into"):
+        opened(tmp_path)
+
+
+def test_what_is_no_tar_and_no_number_is_said_as_what_it_is(tmp_path):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "train-0.tar.gz").write_bytes(b"")
+    for path in ("shards", "shards/train-0.tar.gz", "shards/*.tgz"):
+        with pytest.raises(UserError, match=r"is compressed, and shards are read at random: unpack it \(gunzip\)"):
+            opened(tmp_path / path)
+    p.make_tars(tmp_path / "shards")
+    with pytest.warns(UserWarning, match=r"train-0.tar.gz is compressed, so it is not read: unpack it \(gunzip\)"):
+        assert len(opened(tmp_path / "shards")) == 12
+    cifar = p.make_cifar(tmp_path / "cifar")
+    (cifar / "cifar-10-binary.tar.gz").write_bytes(b"")  # what was unpacked may lie beside it
+    assert len(opened(cifar)) == 12
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        p.add(tar, "b.jpg", b"")
+        p.add(tar, "b.json", b"{")
+    with pytest.raises(UserError, match=r"^b.json in .*x.tar is not JSON"):
+        opened(tmp_path / "x.tar")
+    with pytest.raises(UserError, match=r"name a list of their labels with data.images.labels \(eval: --labels\)"):
+        opened(p.make_folder(tmp_path / "flat") / "train" / "ant")
+
+
+def test_parquet_without_rows_or_with_names_of_classes_is_refused_by_its_own_name(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    for name, labels in (("empty", []), ("names", ["cat"])):
+        images = [{"bytes": p.encoded(p.picture(1)), "path": None}] * len(labels)
+        image = pyarrow.array(images, pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
+        label = pyarrow.array(labels, pyarrow.string() if labels else pyarrow.int64())
+        parquet.write_table(pyarrow.table({"image": image, "label": label}), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match=r"/empty.parquet has no images: check data.path"):
+        opened(tmp_path / "empty.parquet")
+    with pytest.raises(UserError, match=r"row 1, has the text 'cat' in 'label'.*: give their numbers, from 0"):
+        opened(tmp_path / "names.parquet")

@@ -32,7 +32,11 @@ class Cropping(NamedTuple):
     settings: ImagesConfig
 
     def evaluation(self, item: bytes | np.ndarray) -> np.ndarray:
-        """Return the centre: the shorter side is resized to size / crop_pct, as torchvision and timm do it."""
+        """Return the centre: the shorter side is resized to size / crop_pct, as torchvision and timm do it.
+
+        Of an odd number of pixels that are cut off, the larger half is on the right and below, as transformers does it
+        with exported models; torchvision and timm round, so that their centre may lie one pixel further.
+        """
         return _guarded(item, self._centre)
 
     def training(self, item: bytes | np.ndarray, draws: np.ndarray) -> np.ndarray:
@@ -56,10 +60,12 @@ class Cropping(NamedTuple):
         width, height = (target, longer) if upright.width <= upright.height else (longer, target)
         if upright.size != (width, height):
             upright = upright.resize((width, height), self._filter)
-        left, top = round((width - self.size) / 2), round((height - self.size) / 2)
+        left, top = (width - self.size) // 2, (height - self.size) // 2
         return upright.crop((left, top, left + self.size, top + self.size))
 
     def _resized(self, image: Any, draws: np.ndarray) -> Any:
+        if image.format != "JPEG":  # which alone can be decoded smaller, and whose EXIF is known before
+            image.load()
         width, height = image.size[::-1] if _orientation(image) >= 5 else image.size
         box = random_box(width, height, draws, self.settings)
         shrink = min(box[2] - box[0], box[3] - box[1]) / self.size
@@ -170,6 +176,9 @@ def _guarded(item: bytes | np.ndarray, make: Any) -> np.ndarray:
 
 
 def _orientation(image: Any) -> int:
+    """Return what EXIF says. Of a PNG and a TIFF it is known when they are loaded: Pillow's `getexif` would load a PNG
+    itself, and an error of its pixels would be taken for one of EXIF; a TIFF is turned while it is loaded.
+    """
     try:
         return image.getexif().get(0x0112, 1) if image.format else 1
     except Exception:  # a broken EXIF block is no broken image
@@ -180,6 +189,7 @@ def _upright(image: Any) -> Any:
     """Return the image with its pixels decoded, as RGB, the way up that EXIF says."""
     from PIL import Image
 
+    image.load()
     turn = _orientation(image)
     if image.mode in _SIXTEEN_BIT:  # Pillow would cut them off at 255
         levels = np.asarray(image)
@@ -193,8 +203,6 @@ def _upright(image: Any) -> Any:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     if image.mode != "RGB":
         image = image.convert("RGB")
-    else:
-        image.load()
     ways = Image.Transpose
     turned = {
         **{2: ways.FLIP_LEFT_RIGHT, 3: ways.ROTATE_180, 4: ways.FLIP_TOP_BOTTOM, 5: ways.TRANSPOSE},

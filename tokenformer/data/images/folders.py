@@ -2,19 +2,25 @@
 
 import os
 import re
+import warnings
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tokenformer.data.images.decode import need_pillow
-from tokenformer.data.images.stored import Files
+from tokenformer.data.images.stored import Files, alike
 from tokenformer.errors import UserError
 from tokenformer.parsing import is_file, is_folder, read_text, shown
 from tokenformer.terminal import progress
 
 ENDINGS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
+OTHERS = (  # images that are not read, which is said
+    *("avif", "heic", "heif", "jfif", "jpe", "jp2", "j2k", "jpx", "jxl", "tga", "ico", "svg", "psd", "exr", "hdr"),
+    *("dng", "cr2", "nef", "arw"),
+)
 MOST_BYTES = 1 << 28  # of a devkit's meta.mat, unpacked
 
 
@@ -24,37 +30,60 @@ def open_folder(root: Path, classes: Sequence[str] | None = None) -> Files:
     if not found:
         raise UserError(
             f"{root} has no folders: put the images of each class into a folder of its name, or name a list of their "
-            "labels with data.images.labels"
+            "labels with data.images.labels (eval: --labels)"
         )
-    numbers = {name: number for number, name in enumerate(classes or found)}
-    names, sizes, labels = [], [], []
+    known = list(classes or found)
+    numbers = {alike(name): number for number, name in enumerate(known)}
+    if not classes and len(numbers) < len(found):
+        both = next(name for number, name in enumerate(found) if numbers[alike(name)] != number)
+        raise UserError(f"{root} has two folders that are both called {shown(alike(both))}: put their images into one")
+    names, sizes, labels, empty, passed = [], [], [], [], Counter[str]()
     with progress(f"listing {root}", len(found), " folders") as advance:
         for folder in found:
             advance(1)
-            some = list(images_below(root, folder))
-            if some and folder not in numbers:
+            some = list(images_below(root, folder, passed))
+            if some and alike(folder) not in numbers:
                 raise UserError(
-                    f"{root / folder} is none of the {len(numbers):,} classes ({shown(list(numbers))}): "
+                    f"{root / folder} is none of the {len(known):,} classes ({shown(known)}): "
                     "move it away, or name its class"
                 )
+            empty += [] if some else [folder]
             names += [name for name, _ in some]
             sizes += [size for _, size in some]
-            labels += [numbers[folder]] * len(some) if some else []
+            labels += [numbers[alike(folder)]] * len(some) if some else []
+    say_passed(root, passed)
     if not names:
         raise UserError(f"no folder in {root} has images ({', '.join(ENDINGS)}): check the path")
-    return Files(str(root), names, sizes, np.array(labels, np.int64), list(numbers))
+    if empty:
+        others = f", nor have {len(empty) - 1:,} other folders: nothing is there of their classes"
+        what = others if len(empty) > 1 else ": nothing is there of its class"
+        warnings.warn(f"{root / empty[0]} has no images{what}", stacklevel=2)
+    return Files(str(root), names, sizes, np.array(labels, np.int64), known)
 
 
-def images_below(root: Path, folder: str) -> Iterator[tuple[str, int]]:
-    """Yield name below `root` and size of the images in a folder and in the folders below it, in order of names."""
+def say_passed(where: object, passed: Counter[str]) -> None:
+    """Say how many images are not read because their format is not; `passed` counts them by ending."""
+    if count := passed.total():
+        files = f"{count:,} files in {where} are" if count > 1 else f"1 file in {where} is"
+        which = ", ".join(f".{ending}" for ending in sorted(passed))
+        warnings.warn(f"{files} passed over: {which} ({', '.join(ENDINGS)} are read)", stacklevel=3)
+
+
+def images_below(root: Path, folder: str, passed: Counter[str]) -> Iterator[tuple[str, int]]:
+    """Yield name below `root` and size of the images in a folder and in the folders below it, in order of names.
+
+    Images of formats that are not read are counted in `passed`.
+    """
     for entry in sorted(os.scandir(root / folder), key=lambda entry: entry.name):
         name = f"{folder}/{entry.name}"
         if entry.name.startswith("."):
             continue
         if entry.is_dir(follow_symlinks=False):
-            yield from images_below(root, name)
-        elif entry.name.lower().rpartition(".")[2] in ENDINGS and entry.is_file():
+            yield from images_below(root, name, passed)
+        elif (ending := entry.name.lower().rpartition(".")[2]) in ENDINGS and entry.is_file():
             yield name, entry.stat().st_size
+        elif ending in OTHERS:
+            passed[ending] += 1
 
 
 def find_images(words: Sequence[str]) -> Files:
@@ -63,7 +92,9 @@ def find_images(words: Sequence[str]) -> Files:
     found: list[tuple[str, int]] = []
     for word in words:
         if is_folder(word):
-            some = list(images_below(Path(), word.rstrip("/") or "/"))
+            passed = Counter[str]()
+            some = list(images_below(Path(), word.rstrip("/") or "/", passed))
+            say_passed(word, passed)
             if not some:
                 raise UserError(f"{word} has no images ({', '.join(ENDINGS)}): give another folder, or files")
             found += some
@@ -81,8 +112,10 @@ def has_folders(root: Path) -> bool:
 
 def open_flat(root: Path, labels: Path, classes: Sequence[str] | None = None) -> Files:
     """Open the images that lie in one folder, as ImageNet's validation images do; a file says which class each is."""
-    every = ((entry.name, entry) for entry in os.scandir(root) if not entry.name.startswith("."))
-    files = [(name, e.stat().st_size) for name, e in sorted(every) if name.lower().rpartition(".")[2] in ENDINGS]
+    every = sorted((entry.name, entry) for entry in os.scandir(root) if not entry.name.startswith("."))
+    endings = [name.lower().rpartition(".")[2] for name, _ in every]
+    say_passed(root, Counter(ending for ending in endings if ending in OTHERS))
+    files = [(n, e.stat().st_size) for (n, e), ending in zip(every, endings, strict=True) if ending in ENDINGS]
     if not files:
         raise UserError(f"{root} has no images ({', '.join(ENDINGS)}): check the path")
     names, sizes = zip(*files, strict=True)
@@ -90,14 +123,14 @@ def open_flat(root: Path, labels: Path, classes: Sequence[str] | None = None) ->
     if not classes:
         numbered = all(word.isdecimal() for word in words)
         classes = [str(n) for n in range(max(map(int, words)) + 1)] if numbered else sorted(set(words))
-    numbers = {str(n): n for n in range(len(classes))} | {name: n for n, name in enumerate(classes)}
-    unknown = next((word for word in words if word not in numbers), None)
+    numbers = {str(n): n for n in range(len(classes))} | {alike(name): n for n, name in enumerate(classes)}
+    unknown = next((word for word in words if alike(word) not in numbers), None)
     if unknown is not None:
         raise UserError(
             f"{labels} has the label {shown(unknown)}, which is none of the {len(classes):,} classes "
             f"({shown(list(classes))}): say which class is which (eval --class-index)"
         )
-    return Files(str(root), names, sizes, np.array([numbers[word] for word in words], np.int64), list(classes))
+    return Files(str(root), names, sizes, np.array([numbers[alike(word)] for word in words], np.int64), list(classes))
 
 
 def _labels(path: Path, names: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Opening an image set by the config: its format, and which of its images are for training and for validation."""
 
 import filecmp
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from tokenformer.config_data import DataConfig, ImagesConfig
 from tokenformer.data.images import binaries
 from tokenformer.data.images.decode import need_pillow
 from tokenformer.data.images.folders import has_folders, open_flat, open_folder
-from tokenformer.data.images.shards import PARTS, expand, open_tars, shard_files
+from tokenformer.data.images.shards import PARTS, expand, open_tars, part_of, part_of_word, shard_files
 from tokenformer.data.images.stored import Files, Images, Some, renumbered
 from tokenformer.data.images.tables import open_tables
 from tokenformer.data.permutation import permute, round_keys
@@ -21,6 +22,10 @@ from tokenformer.errors import UserError
 from tokenformer.parsing import is_folder, read_text, shown
 
 Part = Literal["train", "validation", "test"]
+
+
+class NoTraining(UserError):
+    """A set whose images are all for validation or test."""
 
 
 def open_images(data: DataConfig, part: Part, classes: Sequence[str] | None = None) -> Images:
@@ -108,11 +113,23 @@ def find_shards(path: str, part: Part | None, form: str, kinds: dict[str, str]) 
         warnings.warn(f"{what}: choose others with data.images.format={kinds[there[1]]}", stacklevel=2)
     for ending, kind in kinds.items():
         if form == kind or (form == "auto" and ending in there):
+            if kind == "tar" and (packed := _compressed(path)):
+                warnings.warn(f"{packed} is compressed, so it is not read: unpack it (gunzip)", stacklevel=2)
             names = shard_files(path, part, ending)
             if not names and part != "validation":
-                raise UserError(f"{shown(path)} has no {ending} files{f' for {part}' if part else ''}: check the path")
+                where = f" for {part}" if part else ""
+                parts = [(name, part_of(name, path)) for name in shard_files(path, None, ending)]
+                other = next((f" ({name} is for {own})" for name, own in parts if own), "") if part == "train" else ""
+                error = NoTraining if other else UserError
+                raise error(f"{shown(path)} has no {ending} files{where}{other}: check the path")
             return kind, names
     return None
+
+
+def refuse_compressed(path: str) -> None:
+    """Refuse a path, of which nothing can be read, with a sentence that fits a compressed tar."""
+    if packed := _compressed(path):
+        raise UserError(f"{packed} is compressed, and shards are read at random: unpack it (gunzip)")
 
 
 def _held_back(images: Images, count: int, part: Part) -> Images:
@@ -136,6 +153,7 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
         return open_tables(names, data.cache, classes, settings.image_column, settings.label_column)
     if not is_folder(root):
         expand(path)  # an address is refused as one
+        refuse_compressed(path)
         raise UserError(f"there is no folder {shown(path)}: check data.path")
     if cifar or mnist:
         found = (
@@ -149,14 +167,44 @@ def _open(path: str, part: Part | None, data: DataConfig, settings: ImagesConfig
         return found
     if form not in ("auto", "folder"):
         raise UserError(f"{shown(path)} has no binary files of {form.upper()}: check data.path, or data.images.format")
-    own = next((root / word for word in PARTS[part or "validation"] if is_folder(root / word)), None)
+    folders = sorted((entry.name for entry in os.scandir(root) if entry.is_dir()), key=str.swapcase)  # val before Val
+    own = next((root / name for word in PARTS[part or "validation"] for name in folders if name.lower() == word), None)
     if own is None and part == "validation":
         return none_of(_open(path, "train", data, settings, classes))
     if own is None and part == "test":
         raise UserError(f"{root} has no folder test: give another part, or check the path")
     if settings.labels and not has_folders(own or root):
         return open_flat(own or root, Path(settings.labels), classes)
-    return open_folder(own or root, classes)
+    if not has_folders(root):
+        refuse_compressed(path)
+    images = open_folder(own or root, classes)
+    if own is None:
+        refuse_parts(images)
+    return images
+
+
+def refuse_parts(images: Files) -> None:
+    """Refuse a folder of classes in which a folder is named after validation or test: its images are not to be trained
+    on, and of `CLASS/val` it is not known whether all classes have one.
+    """
+    for folder in sorted({os.path.dirname(images.name(i)) for i in range(len(images))}):
+        for place in itertools.accumulate(Path(folder).relative_to(images.root).parts[:2], os.path.join):
+            part = part_of_word(os.path.basename(place))
+            if part in ("validation", "test"):
+                train, word = f"{images.root}/train", {"validation": "val", "test": "test"}[part]
+                if os.sep in place:
+                    do = f"lies in a class: put them into {images.root}/{word}/CLASS, the others into {train}/CLASS"
+                else:
+                    do = f"there is no {train}: put what is trained on into {train}/CLASS"
+                where = os.path.join(images.root, place)
+                raise UserError(f"{where} is called like images for {part}, but {do}, or rename it")
+
+
+def _compressed(path: str) -> str | None:
+    """Return a compressed tar that a path is, or has."""
+    if path.endswith((".tar.gz", ".tgz")):
+        return path
+    return next((str(p) for ending in ("*.tar.gz", "*.tgz") for p in sorted(Path(path).glob(ending))), None)
 
 
 def _holds(root: Path, ending: str) -> bool:

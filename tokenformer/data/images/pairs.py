@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from tokenformer.config_data import DataConfig, ImagesConfig
-from tokenformer.data.images.opening import Part, find_shards, none_of, open_part, refuse_shared
+from tokenformer.data.images.opening import Part, find_shards, none_of, open_part, refuse_compressed, refuse_shared
 from tokenformer.data.images.shards import Index, expand, index_tars
 from tokenformer.data.images.stored import Files, Images, Pieces, Some, fingerprint
 from tokenformer.data.images.tables import captions_of, unpack_tables
@@ -94,8 +94,10 @@ def _open(path: str, part: Part | None, cache: str | None, settings: ImagesConfi
     shards = find_shards(path, part, settings.format, KINDS)
     if shards is None:
         known = "CSV, JSON lines (.jsonl), Parquet or webdataset tars"
-        if not os.path.exists(path):
+        if not (there := os.path.exists(path)):
             expand(path)  # an address is refused as one
+        refuse_compressed(path)
+        if not there:
             raise UserError(f"there is no file or folder {shown(path)}: check the path ({known} are read)")
         raise UserError(f"{shown(path)} has no pairs of images and texts: give {known}, or a folder of these")
     kind, names = shards

@@ -12,6 +12,7 @@ import re
 import tarfile
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tokenformer import files
-from tokenformer.data.images.folders import ENDINGS
+from tokenformer.data.images.folders import ENDINGS, OTHERS, say_passed
 from tokenformer.data.images.stored import Pieces, renumbered
 from tokenformer.errors import UserError
 from tokenformer.parsing import is_file, is_folder, parse_json, shown
@@ -61,32 +62,57 @@ def expand(pattern: str) -> list[str]:
 
 
 def shard_files(pattern: str, part: str | None, ending: str) -> list[str]:
-    """Return the shards of a part, sorted: of a folder those named after it; of a pattern all, where `part` is None or
-    train.
+    """Return the shards of a part (None: all), which the names of the files or of their folders say.
+
+    Of a folder they are sorted, and where some are of a part, those of none are not read. Those that a pattern names
+    without a part are trained on.
     """
-    if not is_folder(pattern):
-        if part not in (None, "train"):
-            return []
+    if is_folder(pattern):
+        depths = ("*", "*/*", "*/*/*")
+        every = [
+            str(p) for p in sorted(p for depth in depths for p in Path(pattern).glob(depth + ending) if is_file(p))
+        ]
+    else:
         found = [sorted(glob.glob(name)) if any(c in name for c in "*?[") else [name] for name in expand(pattern)]
-        names = [name for some in found for name in some]
-        for name in names:
+        every = [name for some in found for name in some]
+        for name in every:
             if not is_file(name):
                 raise UserError(f"there is no shard {shown(name)}: check data.path")
-        return names
-    every = sorted(p for depth in ("*", "*/*", "*/*/*") for p in Path(pattern).glob(depth + ending) if is_file(p))
+    parts = [part_of(name, pattern) for name in every]
+    if part is None or (part == "train" and not any(parts)):
+        return every
+    left = [name for name, own in zip(every, parts, strict=True) if own is None]
+    if left and any(parts) and is_folder(pattern):
+        do = "name it after one (train…, val…, dev…, test…)"
+        warnings.warn(f"{left[0]} is of no part, so it is not read: {do}", stacklevel=2)
+    wanted = [part, None] if part == "train" and not is_folder(pattern) else [part]
+    if part == "validation" and part not in parts:
+        wanted = ["test"]
+    return [name for name, own in zip(every, parts, strict=True) if own in wanted]
 
-    def belongs(path: Path, words: Sequence[str]) -> bool:
-        return path.parent.name in words or re.split(r"[-_.]", path.name)[0] in words
 
-    named = {name: [str(p) for p in every if belongs(p, words)] for name, words in PARTS.items()}
-    named["validation"] = [name for name in named["validation"] if name not in named["test"]] or named["test"]
-    if part is not None and (any(named.values()) or part != "train"):
-        left = [p for p in every if str(p) not in {name for names in named.values() for name in names}]
-        if left and any(named.values()):
-            do = "name it after one (train…, val…, dev…, test…)"
-            warnings.warn(f"{left[0]} is of no part, so it is not read: {do}", stacklevel=2)
-        return named[part]
-    return [str(p) for p in every]
+def part_of(name: str, pattern: str) -> str | None:
+    """Return the part that a file is of by its name, and by those of the folders that `pattern` leaves open.
+
+    >>> part_of("x/Val/train-0.tar", "x"), part_of("x/test-0.tar", "x/*.tar"), part_of("val/a/0.tar", "val/*/0.tar")
+    ('validation', 'test', None)
+    """
+    root = Path(pattern)
+    if not is_folder(pattern):
+        fixed = itertools.takewhile(lambda piece: not any(c in piece for c in "*?[{"), root.parts[:-1])
+        root = Path(*fixed)
+    *folders, file = Path(name).relative_to(root).parts
+    words = [*folders, re.split(r"[-_.]", file)[0], *([] if folders else [root.name])]
+    return next((part for word in words if (part := part_of_word(word))), None)
+
+
+def part_of_word(word: str) -> str | None:
+    """Return the part that a word names, in capitals too.
+
+    >>> [part_of_word(word) for word in ("Train", "dev", "TEST", "cat")]
+    ['train', 'validation', 'test', None]
+    """
+    return next((part for part in ("train", "test", "validation") if word.lower() in PARTS[part]), None)
 
 
 def open_tars(names: Sequence[str], cache: str | None, classes: Sequence[str] | None) -> Pieces:
@@ -97,22 +123,32 @@ def open_tars(names: Sequence[str], cache: str | None, classes: Sequence[str] | 
 def index_tars(names: Sequence[str], cache: str | None, ending: str, about: About) -> list[Index]:
     """Return where the images of tars lie, and what `about` says of each; `ending` is that of the kept files."""
     with progress("indexing shards", len(names), " shards") as advance:
-        return [_indexed(Path(name), cache, ending, about, advance) for name in names]
+        indices = [_indexed(Path(name), cache, ending, about, advance) for name in names]
+    passed = [index.get("passed", np.array([], str)).tolist() for index in indices]  # which old ones lack
+    first = next((name for name, some in zip(names, passed, strict=True) if some), "")
+    say_passed(first if sum(map(bool, passed)) == 1 else f"{first} and others", Counter(itertools.chain(*passed)))
+    return indices
 
 
-def join(names: Sequence[str], classes: Sequence[str] | None, indices: list[Index]) -> Pieces:
-    """Return the images of several shards as one set; `classes` names the labels (absent: the first shard does)."""
+def join(
+    names: Sequence[str], classes: Sequence[str] | None, indices: list[Index], given: Sequence[str] | None = None
+) -> Pieces:
+    """Return the images of several shards as one set; `classes` names the labels (absent: the first shard does).
+
+    `given`: the files of a person, where `names` are made of them.
+    """
+    given = given or names
     counts = [len(index["labels"]) for index in indices]
     numbers = np.repeat(np.arange(len(names)), counts)
     places = np.column_stack([numbers, np.concatenate([index["places"] for index in indices])])
     labels = np.concatenate([index["labels"] for index in indices]).astype(np.int64)
     if not len(labels):
-        raise UserError(f"{names[0]} has no images: check data.path")
+        raise UserError(f"{given[0]} has no images: check data.path")
     declared = indices[0].get("classes", np.array([], str)).tolist()
     known = list(classes or declared)
     known = known or [str(n) for n in range(int(labels.max(initial=0)) + 1)]
-    labels = renumbered(labels, declared, known, names[0])
-    for number, name in enumerate(names):
+    labels = renumbered(labels, declared, known, given[0])
+    for number, name in enumerate(given):
         own = labels[numbers == number]
         if own.size and own.max() >= len(known):
             raise UserError(
@@ -171,7 +207,7 @@ def scan_tar(path: Path, about: About) -> Index:
 
     Where it says None there is no text; those without image or text are counted, and what the first lacks is said.
     """
-    places, found_about, missing = [], [], []
+    places, found_about, missing, passed = [], [], [], list[str]()
     try:
         with tarfile.open(path, "r:") as tar:
             for key, members in itertools.groupby(_members(tar), lambda member: member[0]):
@@ -179,6 +215,7 @@ def scan_tar(path: Path, about: About) -> Index:
                 image = next((ending for ending in ENDINGS if ending in found), None)
                 said = about(path, key, found) if image else None
                 if image is None or said is None:
+                    passed += [ending for ending in found if ending in OTHERS]
                     missing.append(f"{key.lstrip('/')} in {path.name} has no {'text in UTF-8' if image else 'image'}")
                     continue
                 found_about.append(said)
@@ -189,7 +226,7 @@ def scan_tar(path: Path, about: About) -> Index:
         ) from None
     index = {"places": np.array(places, np.int64).reshape(-1, 2)}
     if about is _label:
-        return {**index, "labels": np.array(found_about, np.int64)}
+        return {**index, "labels": np.array(found_about, np.int64), "passed": np.array(passed, str)}
     return {**index, **text_index(found_about, missing)}
 
 
@@ -221,7 +258,7 @@ def _label(path: Path, key: str, found: dict[str, tuple[int, int]]) -> int:
         with open(path, "rb") as file:
             data = os.pread(file.fileno(), min(size, 1 << 20), offset)
         try:
-            value: Any = parse_json(data.decode(), f"{key}.{ending} in {path}")
+            value: Any = parse_json(data.decode(), f"{key.lstrip('/')}.{ending} in {path}")
             if isinstance(value, dict):
                 value = value.get("label", value.get("cls"))
             if type(value) is int and 0 <= value < 1 << 31:

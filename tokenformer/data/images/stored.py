@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import stat
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -128,14 +129,23 @@ def renumbered(labels: np.ndarray, own: Sequence[str], classes: Sequence[str], p
     >>> renumbered(np.array([0, 1, 1]), ["bee", "ant"], ["ant", "bee", "cat"], "set").tolist()
     [1, 0, 0]
     """
-    numbers = {name: number for number, name in enumerate(classes)}
-    known = {number: numbers[name] for number, name in enumerate(own) if name in numbers}
+    numbers = {alike(name): number for number, name in enumerate(classes)}
+    known = {number: numbers[alike(name)] for number, name in enumerate(own) if alike(name) in numbers}
     if labels.max(initial=0) >= len(own) or all(number == new for number, new in known.items()):
         return labels
     missing = [own[number] for number in sorted(set(labels.tolist()) - known.keys())]
     if missing:
         raise UserError(f"{path} has the class {shown(missing[0])}, which the model's classes lack: give data of these")
     return np.array([known.get(number, 0) for number in range(len(own))], np.int64)[labels]
+
+
+def alike(name: str) -> str:
+    """Return a name of a class as names are compared: macOS writes an é as two characters.
+
+    >>> len("e\u0301"), len(alike("e\u0301"))
+    (2, 1)
+    """
+    return unicodedata.normalize("NFC", name)
 
 
 def fingerprint(*parts: bytes | np.ndarray) -> str:

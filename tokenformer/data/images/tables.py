@@ -20,7 +20,7 @@ from tokenformer.data.images.shards import Index, join, kept_at, load_index, sav
 from tokenformer.data.images.stored import Pieces
 from tokenformer.data.parquet import open_parquet, rows
 from tokenformer.errors import UserError
-from tokenformer.parsing import is_file
+from tokenformer.parsing import is_file, shown
 from tokenformer.terminal import progress
 
 
@@ -29,7 +29,7 @@ def open_tables(
 ) -> Pieces:
     """Open the images of Parquet files, by the names of their two columns."""
     found, indices = unpack_tables(names, cache, image, label)
-    return join(found, classes, indices)
+    return join(found, classes, indices, names)
 
 
 def unpack_tables(
@@ -109,6 +109,11 @@ def _unpack(path: Path, target: Path, place: Path, image: str, label: str, texts
                     continue
                 if not isinstance(data, bytes):
                     raise UserError(f"{path}, row {number}, has no image in '{image}': name the right column")
+                if not texts and isinstance(value, str):
+                    raise UserError(
+                        f"{path}, row {number}, has the text {shown(value)} in '{label}', and labels are whole numbers "
+                        "here: give their numbers, from 0, such as Hugging Face's ClassLabel does"
+                    )
                 if not texts and (type(value) is not int or not 0 <= value < 1 << 31):
                     raise UserError(f"{path}, row {number}, has no number of a class in '{label}': name the right one")
                 places.append((end, len(data)))
