@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.train.conftest import config_file, one_thread, prepared  # noqa: F401 (fixtures)
+from tokenformer.cli.compare import read_configs
 from tokenformer.cli.main import main
 from tokenformer.config import load
 from tokenformer.models import cost
@@ -41,6 +42,12 @@ def test_a_model_and_a_transformer_as_large_are_trained_on_the_same_samples_and_
         assert f"tiny {said}" in capsys.readouterr().err
     assert load(out / "tiny").optimizer.rate == ours.optimizer.rate
     assert main(["compare", *words, "log.every=1", "--out", str(out)]) == 0
+
+
+def test_a_transformer_beside_progressive_growth_may_compute_as_much(config_file, tmp_path):  # noqa: F811
+    words = ["growth={progressive: {budget: 0.5, from: 0.5, at: [0.2]}}", "steps=40", "schedule.steps=null"]
+    found = read_configs([str(config_file), *words], transformer=True)
+    assert [config.steps for config in found.values()] == [40, 20]
 
 
 def test_what_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(config_file, tmp_path):  # noqa: F811

@@ -37,6 +37,13 @@ def test_the_engine_decodes_fp8_weights_as_the_rounded_model_does(model, prompts
     assert Engine(model).said == []
 
 
+def test_an_embedding_that_is_not_the_head_is_not_rounded():
+    for tied in (True, False):
+        model = make(tied=tied)
+        assert torch.equal(rounded(model).embedding.weight, model.embedding.weight) != tied
+    assert not torch.equal(rounded(model).head.weight, model.head.weight)
+
+
 def test_where_there_are_kernels_the_bytes_of_a_step_are_said(monkeypatch):
     """Weights are laid out for the kernels on any device; only a GPU would run them."""
     monkeypatch.setattr(engine, "why_not", lambda config, device: None)

@@ -62,6 +62,20 @@ def test_a_run_goes_on_with_the_shapes_that_it_began_with(tiny, tmp_path):
     assert not same(result(tmp_path / "all"), result(tmp_path / "whole"))
 
 
+def test_a_run_that_grew_is_trained_on_planned_and_goes_on_in_bf16(tiny, tmp_path, capsys):
+    run = tmp_path / "run"
+    growth = "growth=[{at: {step: 2}, ffn_tokens: 64}]"
+    Trainer(tiny("train.precision=fp8", "steps=4", growth), run).run()
+    assert "ffn 16x32" in load(run / "config.yml").train.fp8
+    for word in (str(run), str(run / "config.yml")):
+        assert main(["plan", word, "--gpus", "1", "--hardware", "h100"]) == 0
+    assert main(["info", str(run / "config.yml")]) == 0
+    assert main(["train", str(run), "steps=2", "--out", str(tmp_path / "on")]) == 0
+    assert load(tmp_path / "on" / "config.yml").train.fp8 == ["ffn 16x32+32", "proj 16x12", "qkv 16x16"]
+    assert main(["train", str(run), "--resume", "steps=6", "train.precision=bf16"]) == 0
+    assert load(run / "config.yml").train.precision == "bf16", capsys.readouterr()
+
+
 def test_a_transformer_is_trained_too(tiny, tmp_path):
     Trainer(tiny("train.precision=fp8", "model.kind=transformer", "steps=20"), tmp_path / "run").run()
     assert "down 64x16, proj 16x16, qkv 16x48, up 16x64" in (tmp_path / "run" / "log").read_text()

@@ -140,6 +140,30 @@ def test_the_command_refuses_weights_and_goes_on_with_a_run_by_either_name(tiny,
         assert main(["train", str(source), "growth=progressive", *more, "--out", str(tmp_path / "other")]) == 2
         assert "begins with a small model of its own, but start is" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+    assert main(["train", str(file), *words, "--resume", "steps=40"]) == 2  # it would have grown later
+    assert "but this config puts it at step" in capsys.readouterr().err and (run / "config.yml").read_text() == text
+    assert main(["train", str(run), "--resume", "steps=40", "schedule={count: steps, kind: constant}"]) == 0
     for verb, more in (("info", []), ("plan", ["--gpus", "2"])):
         assert main([verb, str(file), "growth=progressive", *more]) == 0
         assert "grows on the way: " in capsys.readouterr().out
+
+
+def test_the_growth_of_a_config_before_weights_is_left_out_and_said(tiny, tmp_path, capsys):
+    file, run = tmp_path / "tiny.yml", tmp_path / "run"
+    file.write_text(to_yaml(tiny("steps=2")))
+    assert main(["train", str(file), "--out", str(run)]) == 0
+    for growth in ("growth=progressive", "growth=[{at: {step: 1}, ffn_tokens: 64}]"):
+        file.write_text(to_yaml(tiny("steps=2", "schedule.steps=null", growth)))
+        capsys.readouterr()
+        assert main(["train", str(file), str(run), "--out", str(tmp_path / growth[7:10])]) == 0
+        said = f"tokenformer: the growth of the config is left out, since the weights of {run} stand behind it\n"
+        assert capsys.readouterr().err.count(said) == 1 and load(tmp_path / growth[7:10] / "config.yml").growth == []
+    assert main(["train", str(file), str(run), growth, "--out", str(tmp_path / "grown")]) == 0
+    assert "left out" not in capsys.readouterr().err and load(tmp_path / "grown" / "config.yml").growth != []
+
+
+def test_info_of_official_files_plans_with_their_steps(golden_folder, capsys):
+    words = [str(golden_folder / "l2_norm_gelu" / "config.yml"), "growth=progressive"]
+    for verb, more in (("info", []), ("plan", ["--gpus", "1", "--hardware", "h100"])):
+        assert main([verb, *words, *more]) == 0
+        assert "together 152,845 steps" in capsys.readouterr().out

@@ -108,7 +108,9 @@ def read_configs(words: list[str], transformer: bool) -> dict[str, "Config"]:
             unequal = f"{name} starts with the weights of {config.start}, and a Transformer would start with none"
             raise UserError(f"{unequal}: leave --transformer out, or give start=null")
         rival = equal_transformer(config.model)
-        found[f"{name}-transformer"] = dataclasses.replace(config, model=rival, growth=[])
+        progressive = getattr(config.growth, "progressive", None)  # whose budget is another one than that of `steps`
+        steps = max(1, round(config.steps * (progressive.budget if progressive else 1)))
+        found[f"{name}-transformer"] = dataclasses.replace(config, model=rival, growth=[], steps=steps)
     if len(found) < 2:
         raise UserError("there is nothing to compare with: give a second config, or --transformer")
     first, *others = found

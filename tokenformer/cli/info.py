@@ -42,7 +42,8 @@ def model_config(source: list[str]) -> tuple[ModelConfig, list[str]]:
     weights = [name for name in names if means_weights(name)]
     configs = [name for name in names if name not in weights]
     if configs or not weights:  # beside weights: their own config, as `convert` takes it
-        config = read_config(*configs, overrides=overrides)
+        plans = any(word.startswith("growth") for word in overrides)  # which also depend on how long it is trained
+        config = read_config(*configs, overrides=overrides, training=plans)
         lines = [] if isinstance(config.growth, list) else describe(resolve(config)[0])
         return config.model, lines + ([] if config.train.precision != "fp8" else in_fp8(config))
     if overrides:
@@ -56,10 +57,13 @@ def in_fp8(config: Config) -> list[str]:
     """Return what a training step has in fp8. Refuse what it cannot have."""
     from torch import device
 
+    from tokenformer.growth.progressive import resolve
+    from tokenformer.growth.stages import chain
     from tokenformer.models.cost import cost
     from tokenformer.train import fp8
 
-    fp8.check(config, [config.model], device("cpu"))
+    first, stages = resolve(config)
+    fp8.check(first, chain(first.model, stages), device("cpu"))
     shapes = ", ".join(sorted(fp8.shapes([config.model])))
     if config.model.trunks:
         return [f"in training, products in fp8 of at most: {shapes}"]

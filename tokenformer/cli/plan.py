@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
     config = with_batch_sizes(config, args.gpus if config.batch is None else 1)  # official batches are per GPU
     small_first = not isinstance(config.growth, list)
     config, stages = resolve(config)
-    grown = chain(config.model, stages)[-1]
+    models = chain(config.model, stages)
     if small_first:
         print(*describe(config), sep="\n")
     if stages:
         print(f"planned for the model after its {len(stages)} growths")
-    config = dataclasses.replace(config, model=grown, growth=[])
+    config = dataclasses.replace(config, model=models[-1], growth=[])
     if config.train.precision == "fp8":
-        print(*fp8.planned(config, hardware), sep="\n")
+        print(*fp8.planned(config, models, hardware), sep="\n")
     asked = {s.partition("=")[0] for s in given}
     every = dataclasses.asdict(config.parallel) | dataclasses.asdict(config.train) | {"micro_batch": config.micro_batch}
     fixed = {name: every[name] for name, key in SEARCHED.items() if key in asked}

@@ -94,7 +94,8 @@ def _begun_small(config: Config, asked: Progressive) -> Config:
     final, schedule = config.model, config.schedule
     need(
         schedule.steps in (None, config.steps),
-        f"schedule.steps is {schedule.steps}, but growth is progressive, whose rate ends with the budget: leave it out",
+        f"schedule.steps is {schedule.steps}, but growth is progressive, whose rate ends with the budget: leave it out "
+        "(schedule.steps=null)",
     )
     hops = asked.hops or len(asked.at) or 1
     need(

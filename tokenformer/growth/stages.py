@@ -88,6 +88,17 @@ def check_reached(stages: Sequence[GrowthStage], progress: Progress, steps: int,
             )
 
 
+def check_passed(stages: Sequence[GrowthStage], progress: Progress, run: object) -> None:
+    """Refuse a config that puts a growth later than it came: it would not be the config of this run."""
+    for number, (stage, at) in enumerate(zip(stages, progress.steps, strict=False), 1):
+        step = stage.at.get("step", at)
+        need(
+            step <= at,
+            f"growth {number} of {run} came at step {at}, but this config puts it at step {step:g}: resume with the "
+            f"run's own config (tokenformer train {run} --resume), to which settings can be given",
+        )
+
+
 def plateau(losses: Sequence[float], share: float, patience: int) -> bool:
     """Whether the best loss of the last `patience` validations is less than this share below the best one before.
 

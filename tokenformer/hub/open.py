@@ -380,6 +380,7 @@ def read_config(*names: str | Path, overrides: Sequence[str] = (), training: boo
     asked = native.override({}, overrides)
     raws = {name: _raw(name, scratch="start" in asked) for name in names}
     ours: dict = {}
+    notes: list[str] = []
     if any(map(official_config.is_official, raws.values())):
         ours, notes = official_config.translate_all(raws, training)
         if os.environ.get("RANK", "0") == "0":
@@ -393,8 +394,14 @@ def read_config(*names: str | Path, overrides: Sequence[str] = (), training: boo
                     f"first ({name} {weights}), and it is the recipe"
                 )
             weights = name if means_weights(name) and "start" not in asked else weights
+            if ours.get("growth") and weights == name and "growth" not in asked:
+                notes.append(f"the growth of the config is left out, since the weights of {name} stand behind it")
             ours = native.merge(ours, raw)
+        if os.environ.get("RANK", "0") == "0":
+            print(*[f"tokenformer: {note}" for note in notes], sep="\n", end="\n" * bool(notes), file=sys.stderr)
     ours = native.override(ours, overrides)
+    if "precision" in asked.get("train", {}) and "fp8" not in asked["train"] and ours["train"]["precision"] != "fp8":
+        ours["train"].pop("fp8", None)  # what a run in fp8 chose
     if ours.get("adapter"):
         given = "model" in asked or any("model" in raw and not means_weights(name) for name, raw in raws.items())
         ours = _with_model_of_base(ours, given)
@@ -420,4 +427,6 @@ def _raw(name: str | Path, scratch: bool) -> dict:
     opened = Opened(name, locate(name, values=False))  # who reads the weights compares their checksums
     settings = native.read(opened.run) if opened.run else {}
     own = {"model": native.to_dict(opened.config), "growth": [], "out": None, "start": None if scratch else str(name)}
+    if "fp8" in settings.get("train", {}):  # the shapes that it chose, those of smaller models before it too
+        own["train"] = {key: value for key, value in settings["train"].items() if key != "fp8"}
     return {**settings, **own}

@@ -45,5 +45,7 @@ def rounded(model: LanguageModel) -> LanguageModel:
 
 
 def matrices(model: LanguageModel) -> Iterator[Tensor]:
-    """Yield what is quantised: everything but the norms."""
-    return (parameter for parameter in model.parameters() if parameter.ndim == 2)
+    """Yield what is quantised: everything but the norms, and an embedding that is not the head too."""
+    parts = [model.embedding, model.added_embedding] if model.head is not None else []
+    looked_up = {id(part.weight) for part in parts if part is not None}  # a row is read, not all of it
+    return (p for p in model.parameters() if p.ndim == 2 and id(p) not in looked_up)

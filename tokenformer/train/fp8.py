@@ -83,12 +83,13 @@ def check(config: Config, models: Sequence[ModelConfig], device: torch.device) -
     for shape in [] if isinstance(config.train.fp8, str) else config.train.fp8:
         known = sorted(shapes(models))
         have = ", ".join(known)
-        need(shape in known, f"train.fp8 names '{shape}', which no model of this run has: give some of {have}")
+        what = f"train.fp8 names '{shape}', which no model of this run has"
+        need(shape in known, f"{what}: give some of {have}, or train.fp8=auto")
 
 
-def planned(config: Config, hardware: Hardware) -> list[str]:
+def planned(config: Config, models: Sequence[ModelConfig], hardware: Hardware) -> list[str]:
     """Return what `plan` says beside its figures. Refuse what the run would refuse."""
-    check(config, [config.model], torch.device("cpu"))
+    check(config, models, torch.device("cpu"))
     need(hardware.fp8 > 1, "this hardware has no products in fp8 (hardware.fp8 is 1): set train.precision=bf16")
     rate = f"products in fp8 count {hardware.fp8:g} × as fast as in bf16 (hardware.fp8)"
     return [f"{rate}, in every shape and without casts: a step in fp8 was not measured"]

@@ -24,7 +24,7 @@ from tokenformer.config_growth import GrowthStage
 from tokenformer.errors import UserError, out_of_memory
 from tokenformer.files import is_full, write_text, writing
 from tokenformer.growth import progressive
-from tokenformer.growth.stages import Progress, chain, check_reached, check_units, due, spent, step_of
+from tokenformer.growth.stages import Progress, chain, check_passed, check_reached, check_units, due, spent, step_of
 from tokenformer.growth.stages import rate as rate_factor
 from tokenformer.hub.adapter_folder import ABOUT, AdapterFile
 from tokenformer.hub.open import pick_device
@@ -171,6 +171,7 @@ class Trainer:
         if self.found.path is not None:
             with checkpoint.expected_form(self.found.path):
                 self.grown.load_state_dict(checkpoint.read_state(self.found.path)["growth"])
+            check_passed(self.stages, self.grown, self.folder)
             done = len(self.grown.steps)
             if done >= len(self.chain) or read_config(self.found.path / "model") != self.chain[done]:
                 after = f" after its first {done} growths" if done else ""
