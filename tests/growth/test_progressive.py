@@ -122,6 +122,23 @@ def test_steps_of_the_schedule_keep_their_number_and_shares_their_share():
     assert (kept.warmup, kept.decay, kept.steps) == (0.05, 0.5, None)
 
 
+def test_a_warm_up_and_a_decay_across_the_growth_have_the_steps_that_were_asked_for():
+    def rates(**schedule) -> tuple[int, list[float]]:
+        resolved, stages = resolve(config(schedule={"kind": "wsd", "floor": 0.0, **schedule}))
+        costs, when = [training_flops_per_sample(m) for m in chain(resolved.model, stages)], growth_steps(resolved)
+
+        def at(step: int) -> float:
+            how = (resolved.steps, resolved.schedule, factor, lambda step: spent(costs, when, step))
+            return rate(stages, Progress(), step, *how)
+
+        return when[0], [at(step) for step in range(resolved.steps)]
+
+    growth, found = rates(warmup=100, decay=10)
+    assert growth < 99 and found[99] < 1 - 1e-6 and found[100] == pytest.approx(1)
+    growth, found = rates(warmup=5, decay=len(found) - 10)
+    assert growth > 10 and found[10] == pytest.approx(1) and found[11] < found[10] - 1e-6
+
+
 @given(
     costs=st.lists(st.integers(10**5, 10**12), min_size=2, max_size=4),
     kind=st.sampled_from(["cosine", "linear", "wsd"]),
@@ -158,7 +175,8 @@ def test_a_growth_at_a_share_of_the_compute_comes_at_its_step():
     ("keys", "sentence"),
     [
         ({"start": "weights"}, "begins with a small model of its own, but start is weights"),
-        ({"steps": 1}, "too few to grow 1 times"),
+        ({"steps": 1}, "too few to grow once"),
+        ({"schedule": {"warmup": 900}}, "schedule.warmup is 900 steps, but the run has 2"),
         ({"schedule": {"steps": 99}}, "schedule.steps is 99, but growth is progressive"),
         ({"growth": "progresive"}, "did you mean 'progressive'"),
         ({"growth": {"progressive": {"form": 0.1}}}, "did you mean 'growth.progressive.from'"),

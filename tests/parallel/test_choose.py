@@ -218,7 +218,7 @@ def test_a_run_that_grows_is_planned_for_its_last_model(capsys):
     for more in ([], [growth]):
         assert main([*command, *more]) == 0
         said.append(capsys.readouterr().out)
-    assert "planned for the model after its 1 growths" in said[1]
+    assert "planned for the model after its growth" in said[1]
     parameters = [float(re.search(r"memory: parameters ([\d.]+)", text)[1]) for text in said]
     assert parameters[1] > 5 * parameters[0]
 

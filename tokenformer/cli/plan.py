@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if small_first:
         print(*describe(config), sep="\n")
     if stages:
-        print(f"planned for the model after its {len(stages)} growths")
+        print(f"planned for the model after its {f'{len(stages)} growths' if len(stages) > 1 else 'growth'}")
     config = dataclasses.replace(config, model=models[-1], growth=[])
     if config.train.precision == "fp8":
         print(*fp8.planned(config, models, hardware), sep="\n")

@@ -113,8 +113,8 @@ def _begun_small(config: Config, asked: Progressive) -> Config:
     last = (total - done) // costs[-1]
     need(
         last > 0,
-        f"steps is {config.steps}, of which growth.progressive.budget is {asked.budget}: too few to grow {hops} times "
-        "on the way and train the final model then: give more steps",
+        f"steps is {config.steps}, of which growth.progressive.budget is {asked.budget}: too few to grow "
+        f"{_times(hops)} on the way and train the final model then: give more steps",
     )
     stages = [
         stage
@@ -122,18 +122,24 @@ def _begun_small(config: Config, asked: Progressive) -> Config:
         for stage in _stages(small, big, start)
     ]
     steps = starts[-1] + last
-    spent_in_all = done + last * costs[-1]
+    for name in ("warmup", "decay"):
+        amount = getattr(schedule, name)
+        need(amount < max(1, steps), f"schedule.{name} is {amount:g} steps, but the run has {steps}: give fewer")
+
+    def before(step: float) -> float:
+        """Return the share of the compute that is spent before a step."""
+        return spent(costs, starts[1:], round(step)) / spent(costs, starts[1:], steps)
+
     by_compute = {
-        "warmup": _as_share(schedule.warmup, costs[0], spent_in_all),
-        "decay": _as_share(schedule.decay, costs[-1], spent_in_all),
+        "warmup": schedule.warmup if schedule.warmup < 1 else before(schedule.warmup),
+        "decay": schedule.decay if schedule.decay < 1 else 1 - before(steps - schedule.decay),
     }
     schedule = dataclasses.replace(schedule, count="compute", steps=None, **by_compute)
     return dataclasses.replace(config, model=models[0], growth=stages, steps=steps, schedule=schedule)
 
 
-def _as_share(amount: float, cost: int, total: int) -> float:
-    """A share of the compute stays; a number of steps of a model of this cost becomes one."""
-    return amount if amount < 1 else amount * cost / total
+def _times(count: int) -> str:
+    return f"{count} times" if count > 1 else "once"
 
 
 def _prefixes(model: ModelConfig) -> list[str]:
