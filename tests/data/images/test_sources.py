@@ -322,6 +322,9 @@ def test_shards_belong_to_the_part_in_the_name_of_a_folder(tmp_path):
     assert numbers(opened(f"{tmp_path}/b/*.tar")) == [0, 1]  # they were named: what is of no part is trained on
     assert numbers(opened(f"{tmp_path}/b/{{0,1}}.tar", "validation")) == []
     assert numbers(opened(f"{tmp_path}/b/validation-2.tar", "validation")) == [2]
+    make_shards(tmp_path / "c", {"imagenet1k-train-0": [0], "imagenet1k-validation-0": [1], "coco_test2017": [2]})
+    for path in (tmp_path / "c", f"{tmp_path}/c/*.tar"):
+        assert [numbers(opened(path, part)) for part in ("train", "validation", "test")] == [[0], [1], [2]]
     for path in (f"{tmp_path}/b/validation-*.tar", f"{tmp_path}/b/validation-2.tar"):
         with pytest.raises(UserError, match=r"has no .tar files for train \(.*validation-2.tar is for validation\)"):
             opened(path)

@@ -92,17 +92,20 @@ def shard_files(pattern: str, part: str | None, ending: str) -> list[str]:
 
 
 def part_of(name: str, pattern: str) -> str | None:
-    """Return the part that a file is of by its name, and by those of the folders that `pattern` leaves open.
+    """Return the part that a file is of by a word of its name, or by those of the folders that `pattern` leaves open.
 
     >>> part_of("x/Val/train-0.tar", "x"), part_of("x/test-0.tar", "x/*.tar"), part_of("val/a/0.tar", "val/*/0.tar")
     ('validation', 'test', None)
+    >>> part_of("imagenet1k-validation-00.tar", "*.tar"), part_of("coco_train2017.tar", "*.tar")
+    ('validation', 'train')
     """
     root = Path(pattern)
     if not is_folder(pattern):
         fixed = itertools.takewhile(lambda piece: not any(c in piece for c in "*?[{"), root.parts[:-1])
         root = Path(*fixed)
     *folders, file = Path(name).relative_to(root).parts
-    words = [*folders, re.split(r"[-_.]", file)[0], *([] if folders else [root.name])]
+    own = [word.rstrip("0123456789") for word in re.split(r"[-_.]", file)]
+    words = [*folders, *own, *([] if folders else [root.name])]
     return next((part for word in words if (part := part_of_word(word))), None)
 
 
