@@ -1,6 +1,7 @@
 """What several tests need: the golden tensors of the official code, and the shared folder where there is one."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,19 @@ if not os.environ.get("NEW_CASES"):  # NEW_CASES=1 pytest -m hypothesis: look fo
 DATA = Path(__file__).parent / "data"
 collect_ignore_glob = ["data/before/*"]  # an exported folder has a module in it
 THETAS = ("l2_norm_gelu", "gelu_l2_norm", "softmax")
+
+
+@pytest.fixture(autouse=True)
+def online_again():
+    """The harness on local files lets its whole process fetch nothing; here, tests of fetching may come after it."""
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None and os.environ.pop(name, None) is not None:
+            for module in ("huggingface_hub.constants", "datasets.config"):
+                if hasattr(sys.modules.get(module), name):
+                    setattr(sys.modules[module], name, False)
 
 
 @pytest.fixture(scope="session")
