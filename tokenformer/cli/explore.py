@@ -112,21 +112,13 @@ def read_ids(path: Path, field: str, opened: "Opened", most: int) -> "Tensor":
 
 def read_tokens(path: Path, field: str, tokenizer: Any) -> "Iterator[Sequence[int]]":
     """Yield the tokens of texts, a fragment of a long one at a time; the token that ends documents stands between."""
-    from tokenformer.data.text.inputs import find_inputs
-    from tokenformer.data.text.reading import Reading, read_units
-    from tokenformer.eval.perplexity import is_prepared, open_documents
+    from tokenformer.eval.perplexity import is_prepared, open_documents, read_fragments
 
-    end, between = tokenizer.end_of_document, []
-    if is_prepared(path):
-        for document in open_documents(path, tokenizer):
-            yield from (between, document.ids)
-            between = [end]
-        return
-    for source in find_inputs([path]):
-        for unit in read_units(source, Reading(field=field, can_skip=False), tokenizer.cuts):
-            if not unit.left_out:
-                yield from (between, [id for id in tokenizer.encode(unit.text) if id != end])
-                between = [end] if unit.last else []
+    whole = ((document, True) for document in open_documents(path, tokenizer)) if is_prepared(path) else None
+    between: list[int] = []
+    for part, last in whole or read_fragments(path, tokenizer, field):
+        yield from (between, part.ids)
+        between = [tokenizer.end_of_document] if last else []
 
 
 def write(args: argparse.Namespace, opened: "Opened", model: Any, tally: Any, ids_BT: "Tensor", identity: dict) -> None:

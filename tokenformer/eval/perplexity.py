@@ -177,17 +177,22 @@ def _prepared(path: str | Path, tokenizer: Tokenizer, part: str | None, shares: 
 
 
 def _texts(path: str | Path, tokenizer: Tokenizer, field: str) -> Iterator[Document]:
+    ids, size = [], 0
+    for part, last in read_fragments(path, tokenizer, field):
+        ids += part.ids
+        size += part.bytes
+        if last:
+            yield Document(ids, size)
+            ids, size = [], 0
+
+
+def read_fragments(path: str | Path, tokenizer: Tokenizer, field: str) -> Iterator[tuple[Document, bool]]:
+    """Yield the fragments of texts' documents, and whether each is its document's last. End tokens are left out."""
     end = tokenizer.end_of_document
     end_bytes = len(tokenizer.decode([end]).encode())
     for source in find_inputs([path]):
-        ids, size = [], 0
         for unit in read_units(source, Reading(field=field, can_skip=False), tokenizer.cuts):
-            if unit.left_out:
-                continue
-            encoded = tokenizer.encode(unit.text)
-            kept = [i for i in encoded if i != end]
-            ids += kept
-            size += len(unit.text.encode()) - end_bytes * (len(encoded) - len(kept))
-            if unit.last:
-                yield Document(ids, size)
-                ids, size = [], 0
+            if not unit.left_out:
+                encoded = tokenizer.encode(unit.text)
+                kept = [i for i in encoded if i != end]
+                yield Document(kept, len(unit.text.encode()) - end_bytes * (len(encoded) - len(kept))), unit.last

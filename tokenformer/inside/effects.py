@@ -119,12 +119,12 @@ def twins(segment: Any, close: float = 0.98) -> Tensor:
     Both are compared by direction and length.
     """
     found = torch.full((len(segment.key_tokens),), -1)
-    pairs = [t.detach().float() for t in (segment.key_tokens, segment.value_tokens)]
+    both = [t.detach().float() for t in (segment.key_tokens, segment.value_tokens)]
+    pairs = [(F.normalize(t), t.norm(dim=1).clamp_min(1e-30)) for t in both]
     for start in range(0, len(found), 1024):
         rows = slice(start, start + 1024)
-        alike = torch.ones(len(found[rows]), len(found), dtype=torch.bool, device=pairs[0].device)
-        for both in pairs:
-            unit, length_N = F.normalize(both), both.norm(dim=1).clamp_min(1e-30)
+        alike = torch.ones(len(found[rows]), len(found), dtype=torch.bool, device=both[0].device)
+        for unit, length_N in pairs:
             ratio = length_N[rows, None] / length_N
             alike &= (unit[rows] @ unit.T > close) & (ratio > close) & (ratio < 1 / close)
         alike[torch.arange(len(alike)), torch.arange(start, start + len(alike))] = False
