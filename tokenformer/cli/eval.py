@@ -77,8 +77,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int | None:
-    from torch import float16
-
     from tokenformer.adapters import attach_all
     from tokenformer.cli.eval_images import measure_images, measure_pairs
     from tokenformer.config import load
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int | None:
     from tokenformer.eval.tasks import TASKS, read_rows
     from tokenformer.files import check_writable, write_text
     from tokenformer.hub.open import open_model, split_words
-    from tokenformer.infer.quantised import rounded
+    from tokenformer.infer.quantised import check_type, rounded
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     names = list(TASKS) if names == ["all"] else names
@@ -132,8 +130,7 @@ def run(args: argparse.Namespace) -> int | None:
     opened.raw = opened.raw and not args.adapter  # then it is the adapter's: its base is the average it was trained on
     tokenizer, model = opened.tokenizer, opened.language
     if args.weights == "fp8":
-        if model.embedding.weight.dtype == float16:
-            raise UserError("weights in fp8 are not computed in float16: choose bfloat16 or float32 (--dtype)")
+        check_type(model.embedding.weight.dtype)
         model = rounded(model)
     context, stride = window(model.config.context, args.context, args.stride)
     results: dict[str, Any] = {"model": str(source), "parameters": model.cost().parameters, "weights": args.weights}

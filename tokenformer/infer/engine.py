@@ -16,7 +16,7 @@ from tokenformer.infer.batch import Batch, Finished
 from tokenformer.infer.cache import StaticCache
 from tokenformer.infer.kernel_step import FusedModel, Tuning, why_not
 from tokenformer.infer.packed import Packed, check_readable
-from tokenformer.infer.quantised import rounded
+from tokenformer.infer.quantised import check_type, rounded
 from tokenformer.infer.sampling import Sampling
 from tokenformer.infer.skipping import check_skip, skipping
 from tokenformer.models import LanguageModel
@@ -66,8 +66,8 @@ class Engine:
             check_readable(model)
             model = rounded(model)
         self.packed = Packed(model, dtype)
-        if weights and self.packed.dtype == torch.float16:  # too narrow for Θ times a value's scale
-            raise UserError("weights in fp8 are not computed in float16: choose bfloat16 or float32 (--dtype)")
+        if weights:
+            check_type(self.packed.dtype)
         self.chunk, self.every = chunk, every
         self.vocab = min(vocab or model.config.vocab, model.config.vocab)
         self.graph = self.packed.device.type == "cuda" if graph is None else graph

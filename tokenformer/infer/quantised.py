@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tokenformer.errors import UserError
 from tokenformer.models import LanguageModel
 from tokenformer.ops.fp8 import E4M3, LARGEST
 
@@ -26,6 +27,12 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     part, exponent = torch.frexp(weight.abs().amax(-1) / LARGEST)  # part · 2^exponent, with a part of 0.5 to 1
     scale = torch.ldexp(torch.ones_like(part), exponent - (part == 0.5).int())
     return (weight / scale[..., None]).to(E4M3), scale
+
+
+def check_type(dtype: torch.dtype) -> None:
+    """Refuse a type that is too narrow for Θ times a value's scale."""
+    if dtype == torch.float16:
+        raise UserError("weights in fp8 are not computed in float16: choose bfloat16 or float32 (--dtype)")
 
 
 def rounded(model: LanguageModel) -> LanguageModel:
